@@ -1,0 +1,80 @@
+"""Worker threads for the CPU kernels.
+
+A kernel takes ``(first, last, *arguments)`` and computes the output items ``first <= i < last``. Work is
+cut over *outputs* only, so that the number of threads cannot change a bit. Numba's own ``prange`` is not
+used: its threading layers fail under two calling threads, and its scalar reductions depend on the count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rlkernel.errors import NumericsError
+from rlkernel.kernels.cpu.primitives import subnormals_survive
+
+
+def available_cpus() -> int:
+    """Number of CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class Workers:
+    """A fixed set of threads (the caller is one of them) that run kernels over ranges of outputs.
+
+    Every thread is probed for flushed subnormals before the first kernel and whenever :meth:`probe` is
+    called: ``torch.set_flush_denormal(True)`` anywhere in the process flushes in Numba's code too.
+
+    Raises:
+        NumericsError: a thread flushes subnormal numbers to zero.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count if count is not None else available_cpus()
+        if self.count < 1:
+            raise ValueError(f"a worker count of {self.count} is not possible; 1 or more is")
+        self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="rlkernel") if self.count > 1 else None
+        self.probe()
+
+    def probe(self) -> None:
+        """Check in the calling thread and in every worker that subnormal arithmetic is intact."""
+        if not subnormals_survive():
+            raise NumericsError(
+                "this thread flushes subnormal numbers to zero (torch.set_flush_denormal(True)?); "
+                "the contract keeps them: call torch.set_flush_denormal(False)"
+            )
+        if self._pool is None:
+            return
+        from threading import Barrier
+
+        barrier = Barrier(self.count - 1)
+
+        def check() -> bool:
+            barrier.wait(timeout=60)
+            return bool(subnormals_survive())
+
+        results = [f.result() for f in [self._pool.submit(check) for _ in range(self.count - 1)]]
+        if not all(results):
+            raise NumericsError(
+                f"{results.count(False)} of {self.count - 1} worker threads flush subnormal numbers to zero; "
+                "the contract keeps them: call torch.set_flush_denormal(False) before the workers start"
+            )
+
+    def run(self, kernel: Callable[..., Any], items: int, *arguments: Any, grain: int = 1) -> None:
+        """Run ``kernel(first, last, *arguments)`` over ``0..items``; a thread gets at least ``grain`` items."""
+        parts = min(self.count, max(1, items // max(1, grain)))
+        if parts == 1 or self._pool is None:
+            kernel(0, items, *arguments)
+            return
+        bounds = [items * i // parts for i in range(parts + 1)]
+        futures = [self._pool.submit(kernel, bounds[i], bounds[i + 1], *arguments) for i in range(1, parts)]
+        kernel(bounds[0], bounds[1], *arguments)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
