@@ -192,11 +192,11 @@ class WeightSet:
         return manifest_digest(self.manifest())
 
 
-def tensors_manifest_digest(tensors: Mapping[str, torch.Tensor], dtype: str, workers: Workers) -> str:
-    """Manifest digest of plain logical tensors; equal to that of a WeightSet with the same values."""
+def plain_manifest(tensors: Mapping[str, torch.Tensor], dtype: str, workers: Workers) -> list[TensorEntry]:
+    """Manifest of plain logical tensors; equal to that of a WeightSet with the same values."""
     entries = []
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
         raw = tensor.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else tensor.numpy()
         entries.append(TensorEntry(name, tuple(tensor.shape), dtype, tensor_digest(raw, workers)))
-    return manifest_digest(entries)
+    return entries
