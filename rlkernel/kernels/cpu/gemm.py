@@ -1,0 +1,395 @@
+"""The fp32 FMA-chain GEMM of the portable profile. Definitions: docs/numerics.md.
+
+Weights are packed once into panels of PANEL_WIDTH columns, ``[depth][PANEL_WIDTH]`` each, so that the
+micro-kernel streams them. Tiles, panels, blocks of the depth and threads are tuning: each output is one ascending
+chain over the depth (per leaf), whatever surrounds it. The depth is cut into blocks that keep a panel in
+the second-level cache; between blocks the accumulators rest in the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import float32 as f32
+from numba import uint32
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile, prefetch_for_write
+from rlkernel.kernels.cpu.primitives import bits_float, round_bf16
+from rlkernel.kernels.cpu.threads import Workers
+
+Array = np.ndarray[Any, Any]
+
+_DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
+_GROUP_BLOCKS = 16  # row blocks that share one leaf buffer
+_EMPTY = np.zeros(0, np.float32)
+# Estimates that only decide when a second thread pays (waking one costs about 30 us).
+_TASK_NANOSECONDS = 25_000.0
+_FMA_PER_NANOSECOND = 50.0
+_ELEMENTS_PER_NANOSECOND = 8.0
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A packed matrix of ``rows`` outputs by ``depth`` reduced elements.
+
+    Attributes:
+        data: float32 ``[ceil(rows / PANEL_WIDTH), depth, PANEL_WIDTH]``; element (row, k) lies at
+            ``[row // PANEL_WIDTH, k, row % PANEL_WIDTH]``; columns after the last row are +0.
+        rows: N, the number of outputs.
+        depth: K, the length of a chain.
+    """
+
+    data: Array
+    rows: int
+    depth: int
+
+
+def panel_count(rows: int) -> int:
+    """Number of panels that ``rows`` outputs need."""
+    return -(-rows // PANEL_WIDTH)
+
+
+@kernel
+def _pack_rows_float32(first, last, w, data):
+    rows, depth = w.shape
+    for p in range(first, last):
+        base = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, rows - base)
+        for k_base in range(0, depth, 16):
+            k_end = min(k_base + 16, depth)
+            for j in range(width):
+                for k in range(k_base, k_end):
+                    data[p, k, j] = w[base + j, k]
+        for k in range(depth):
+            data[p, k, width:] = f32(0.0)
+
+
+@kernel
+def _pack_rows_bfloat16(first, last, w, data):
+    rows, depth = w.shape
+    for p in range(first, last):
+        base = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, rows - base)
+        for k_base in range(0, depth, 32):
+            k_end = min(k_base + 32, depth)
+            for j in range(width):
+                for k in range(k_base, k_end):
+                    data[p, k, j] = bits_float(uint32(uint32(w[base + j, k]) << uint32(16)))
+        for k in range(depth):
+            data[p, k, width:] = f32(0.0)
+
+
+@kernel
+def _pack_columns_float32(first, last, w, data):
+    depth, rows = w.shape
+    for p in range(first, last):
+        base = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, rows - base)
+        for k in range(depth):
+            for j in range(width):
+                data[p, k, j] = w[k, base + j]
+            for j in range(width, PANEL_WIDTH):
+                data[p, k, j] = f32(0.0)
+
+
+@kernel
+def _pack_columns_bfloat16(first, last, w, data):
+    depth, rows = w.shape
+    for p in range(first, last):
+        base = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, rows - base)
+        for k in range(depth):
+            for j in range(width):
+                data[p, k, j] = bits_float(uint32(uint32(w[k, base + j]) << uint32(16)))
+            for j in range(width, PANEL_WIDTH):
+                data[p, k, j] = f32(0.0)
+
+
+@kernel
+def _unpack_rows(first, last, data, row_ids, out):
+    depth = data.shape[1]
+    for i in range(first, last):
+        p = row_ids[i] // PANEL_WIDTH
+        j = row_ids[i] % PANEL_WIDTH
+        for k in range(depth):
+            out[i, k] = data[p, k, j]
+
+
+def _check_weight(w: Array) -> None:
+    if w.ndim != 2 or w.dtype not in (np.float32, np.uint16):
+        raise ContractError(
+            f"a weight to pack is a matrix of float32, or of uint16 that holds bfloat16 bits; "
+            f"this one has {w.ndim} axes and dtype {w.dtype}"
+        )
+
+
+def _pack(w: Array, rows: int, depth: int, columns: bool, workers: Workers, out: Panels | None) -> Panels:
+    if out is None:
+        out = Panels(np.empty((panel_count(rows), depth, PANEL_WIDTH), np.float32), rows, depth)
+    elif (out.rows, out.depth) != (rows, depth):
+        raise ContractError(
+            f"panels of {out.rows} rows and depth {out.depth} cannot take a weight of {rows} rows and depth {depth}"
+        )
+    if w.dtype == np.uint16:
+        function = _pack_columns_bfloat16 if columns else _pack_rows_bfloat16
+    else:
+        function = _pack_columns_float32 if columns else _pack_rows_float32
+    if rows and depth:
+        grain = 1 + 100_000 // (depth * PANEL_WIDTH)
+        workers.run(function, panel_count(rows), np.ascontiguousarray(w), out.data, grain=grain)
+    return out
+
+
+def pack_rows(w: Array, workers: Workers, out: Panels | None = None) -> Panels:
+    """Pack ``w[N, K]`` for ``x @ w.T`` (chains over K).
+
+    Args:
+        w: float32, or uint16 holding bfloat16 bits (widened exactly).
+        out: panels of the same shape to write into, so that no memory is allocated.
+
+    Raises:
+        ContractError: another dtype or rank, or ``out`` of another shape.
+    """
+    _check_weight(w)
+    return _pack(w, w.shape[0], w.shape[1], False, workers, out)
+
+
+def pack_columns(w: Array, workers: Workers, out: Panels | None = None) -> Panels:
+    """Pack ``w[N, K]`` for ``dy @ w`` (chains over N): panels of K rows and depth N. Otherwise as :func:`pack_rows`."""
+    _check_weight(w)
+    return _pack(w, w.shape[1], w.shape[0], True, workers, out)
+
+
+def unpack_row(panels: Panels, row_ids: Array) -> Array:
+    """Rows of the packed matrix, exactly as they were packed: ``row_ids[n]`` -> float32 ``[n, depth]``.
+
+    Raises:
+        ContractError: an id below 0, or not below ``panels.rows``.
+    """
+    ids = np.ascontiguousarray(row_ids, dtype=np.int64).reshape(-1)
+    if ids.size and (ids.min() < 0 or ids.max() >= panels.rows):
+        wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise ContractError(f"row {wrong} was asked of a packed matrix of {panels.rows} rows (0 to {panels.rows - 1})")
+    out = np.empty((ids.size, panels.depth), np.float32)
+    _unpack_rows(0, ids.size, panels.data, ids, out)
+    return out
+
+
+@device_function
+def _chains(block_first, block_last, blocks, rows, a, a_row, a_k, k_first, k_last, b, b_base, c, c_base, c_row, going):
+    """Chains over k_first..k_last of the row blocks; c_base is the place of the matrix's row 0."""
+    k = k_first
+    while True:
+        k_end = min(k + _DEPTH_BLOCK, k_last)
+        for block in range(block_first, block_last):
+            row = rows * block // blocks
+            count = rows * (block + 1) // blocks - row
+            fma_tile(
+                count, a, row * a_row + k * a_k, a_row, a_k, b, b_base + k * PANEL_WIDTH,
+                c, c_base + row * c_row, c_row, k_end - k, going or k > k_first,
+            )  # fmt: skip
+        k = k_end
+        if k >= k_last:
+            break
+
+
+@device_function
+def _merge_leaves(buffer, leaves, size):
+    """Balanced binary tree over ``leaves`` (a power of two) parts of ``buffer``, in place; the root lies in part 0."""
+    stride = 1
+    while stride < leaves:
+        for leaf in range(0, leaves, 2 * stride):
+            left, right = leaf * size, (leaf + stride) * size
+            for i in range(size):
+                buffer[left + i] = buffer[left + i] + buffer[right + i]
+        stride *= 2
+
+
+@kernel
+def _matmul(first, last, a, rows, depth, blocks, b, columns, leaves, bias, has_bias, bf16, c):
+    """Output tasks first..last; task = panel * blocks + row block. All arrays flat."""
+    leaf_depth = depth // leaves
+    group_rows = min(rows, _GROUP_BLOCKS * MAX_ROWS)
+    direct_possible = leaves == 1
+    buffer = np.empty(0 if direct_possible and columns % PANEL_WIDTH == 0 else leaves * group_rows * PANEL_WIDTH, np.float32)
+    task = first
+    while task < last:
+        p = task // blocks
+        block_first = task - p * blocks
+        block_last = min(blocks, block_first + last - task)
+        column = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, columns - column)
+        direct = direct_possible and width == PANEL_WIDTH
+        if not direct:
+            block_last = min(block_last, block_first + _GROUP_BLOCKS)
+        task += block_last - block_first
+        row_first = rows * block_first // blocks
+        row_last = rows * block_last // blocks
+        b_base = p * depth * PANEL_WIDTH
+        if direct:
+            _chains(block_first, block_last, blocks, rows, a, depth, 1, 0, depth, b, b_base, c, column, columns, False)
+        else:
+            size = (row_last - row_first) * PANEL_WIDTH
+            for leaf in range(leaves):
+                c_base = leaf * size - row_first * PANEL_WIDTH
+                k_first = leaf * leaf_depth
+                _chains(
+                    block_first, block_last, blocks, rows, a, depth, 1, k_first, k_first + leaf_depth, b, b_base,
+                    buffer, c_base, PANEL_WIDTH, False,
+                )  # fmt: skip
+            _merge_leaves(buffer, leaves, size)
+            for row in range(row_first, row_last):
+                source = (row - row_first) * PANEL_WIDTH
+                target = row * columns + column
+                for j in range(width):
+                    c[target + j] = buffer[source + j]
+        if has_bias:
+            for row in range(row_first, row_last):
+                target = row * columns + column
+                for j in range(width):
+                    c[target + j] = c[target + j] + bias[column + j]
+        if bf16:
+            for row in range(row_first, row_last):
+                target = row * columns + column
+                for j in range(width):
+                    c[target + j] = round_bf16(c[target + j])
+
+
+def _grain(rows: int, depth: int) -> int:
+    """Least number of tasks (a panel by ``rows`` rows) that is worth another thread."""
+    elements = max(1, depth * PANEL_WIDTH)
+    nanoseconds = max(elements * rows / _FMA_PER_NANOSECOND, elements / _ELEMENTS_PER_NANOSECOND)
+    return max(1, int(_TASK_NANOSECONDS / nanoseconds))
+
+
+def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+        raise ContractError(
+            f"{name} must be C-contiguous float32 of shape {list(shape)}; "
+            f"it is {array.dtype} of shape {list(array.shape)}" + ("" if array.flags.c_contiguous else ", not contiguous")
+        )
+
+
+def matmul(
+    a: Array,
+    panels: Panels,
+    workers: Workers,
+    *,
+    leaves: int = 1,
+    bias: Array | None = None,
+    bf16: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """``out[m, n] = chain over k of (a[m, k], w[n, k])`` for packed ``w``; float32 ``[M, N]``.
+
+    Args:
+        a: float32 ``[M, K]``, C-contiguous.
+        leaves: the depth is cut into so many equal parts, each a chain from +0, merged as a balanced binary tree.
+        bias: float32 ``[N]``, added (``add.rn``) after the chain or tree.
+        bf16: round the result to bfloat16 (held in float32).
+        out: float32 ``[M, N]`` to write into.
+
+    Raises:
+        ContractError: shapes or dtypes do not fit, or ``leaves`` is no power of two that divides the depth.
+    """
+    if a.ndim != 2:
+        raise ContractError(f"the left operand of a matmul has 2 axes, not {a.ndim}")
+    rows = a.shape[0]
+    _check_float32("the left operand of a matmul", a, (rows, panels.depth))
+    if leaves < 1 or leaves & (leaves - 1) or panels.depth % leaves:
+        raise ContractError(
+            f"a depth of {panels.depth} cannot be cut into {leaves} equal leaves of a balanced tree; "
+            "the number of leaves is a power of two that divides the depth"
+        )
+    if out is None:
+        out = np.empty((rows, panels.rows), np.float32)
+    else:
+        _check_float32("the output of a matmul", out, (rows, panels.rows))
+    if bias is not None:
+        _check_float32("the bias of a matmul", bias, (panels.rows,))
+    if rows == 0 or panels.rows == 0:
+        return out
+    blocks = -(-rows // MAX_ROWS)
+    workers.run(
+        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth, blocks, panels.data.reshape(-1),
+        panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16), out.reshape(-1),
+        grain=_grain(-(-rows // blocks), panels.depth),
+    )  # fmt: skip
+    return out
+
+
+@kernel
+def _weight_gradient(first, last, dy, rows, tokens, blocks, x, columns, grad):
+    """Tasks first..last, task = panel * blocks + row block; chains over tokens continue in grad. All arrays flat."""
+    buffer = np.empty(MAX_ROWS * PANEL_WIDTH, np.float32)
+    for task in range(first, last):
+        p = task // blocks
+        block = task - p * blocks
+        column = p * PANEL_WIDTH
+        width = min(PANEL_WIDTH, columns - column)
+        row = rows * block // blocks
+        count = rows * (block + 1) // blocks - row
+        b_base = p * tokens * PANEL_WIDTH
+        if block + 1 < blocks:
+            for r in range(row + count, min(rows, row + count + MAX_ROWS)):
+                for j in range(0, PANEL_WIDTH, 16):
+                    prefetch_for_write(grad, r * columns + column + j)
+        if width == PANEL_WIDTH:
+            fma_tile(count, dy, row, 1, rows, x, b_base, grad, row * columns + column, columns, tokens, True)
+        else:
+            for r in range(count):
+                for j in range(PANEL_WIDTH):
+                    inside = j < width
+                    buffer[r * PANEL_WIDTH + j] = grad[(row + r) * columns + column + j] if inside else f32(0.0)
+            fma_tile(count, dy, row, 1, rows, x, b_base, buffer, 0, PANEL_WIDTH, tokens, True)
+            for r in range(count):
+                for j in range(width):
+                    grad[(row + r) * columns + column + j] = buffer[r * PANEL_WIDTH + j]
+
+
+def weight_gradient(dy: Array, x: Array, grad: Array, workers: Workers) -> None:
+    """Continue ``grad[n, k]`` over tokens: ``grad = fma(dy[t, n], x[t, k], grad)``, t ascending.
+
+    Args:
+        dy: float32 ``[T, N]``.
+        x: float32 ``[T, K]``.
+        grad: float32 ``[N, K]``, updated in place.
+
+    Raises:
+        ContractError: shapes or dtypes do not fit.
+    """
+    tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
+    _check_float32("dy of a weight gradient", dy, (tokens, rows))
+    _check_float32("x of a weight gradient", x, (tokens, columns))
+    _check_float32("the weight gradient", grad, (rows, columns))
+    if tokens == 0 or rows == 0 or columns == 0:
+        return
+    packed = pack_columns(x, workers)
+    blocks = -(-rows // MAX_ROWS)
+    workers.run(
+        _weight_gradient, packed.data.shape[0] * blocks, dy.reshape(-1), rows, tokens, blocks,
+        packed.data.reshape(-1), columns, grad.reshape(-1), grain=_grain(MAX_ROWS, tokens),
+    )  # fmt: skip
+
+
+@kernel
+def _bias_gradient(first, last, dy, grad):
+    for t in range(dy.shape[0]):
+        for n in range(first, last):
+            grad[n] = grad[n] + dy[t, n]
+
+
+def bias_gradient(dy: Array, grad: Array, workers: Workers) -> None:
+    """Continue ``grad[n] = add(grad[n], dy[t, n])`` over tokens, t ascending; dy float32 ``[T, N]``, grad ``[N]``.
+
+    Raises:
+        ContractError: shapes or dtypes do not fit.
+    """
+    _check_float32("dy of a bias gradient", dy, (dy.shape[0], dy.shape[1]))
+    _check_float32("the bias gradient", grad, (dy.shape[1],))
+    if dy.size:
+        workers.run(_bias_gradient, dy.shape[1], dy, grad, grain=1 + 200_000 // dy.shape[0])
