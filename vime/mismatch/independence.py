@@ -1,0 +1,193 @@
+"""Whether the trainer's log-probabilities come from a forward of its own (invariant 7 of the timeline).
+
+Three questions, each asked of something that the trainer cannot answer by copying:
+
+* memory: do its arrays share storage with the rollout's?
+* evidence: did enough tokens go through its layers, in a trainer's case, with the weights that were published?
+* challenge: a sample of the step with one response token replaced is scored among the others, under an identity
+  that looks like any other. The rollout never evaluated it, so there is nothing to copy; an independent forward says
+  what the bits have to be. Up to and including the replaced token its distributions must also have the bits of the
+  original sample's, since they read the same prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.errors import InputError, InvariantViolation
+from vime.mismatch.compare import canonical_bits
+from vime.train.batching import required_rows
+from vime.train.interface import ScoredSample, ScoreResult, TrainSample
+from vime.types import GeneratedSample, SampleId
+
+TRAINER_CASES = ("trainer_score", "trainer_forward")
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """``sample`` is ``original`` with response token ``index`` replaced by ``replacement``, under a new identity."""
+
+    original: SampleId
+    sample: TrainSample
+    index: int
+    replacement: int
+
+
+def check_memory(rollout: Sequence[GeneratedSample], scores: ScoreResult) -> None:
+    """Raise InvariantViolation if any array of the trainer shares memory with any array of the rollout."""
+    named = [item for sample in rollout for item in _arrays(sample, True)]
+    named += [item for score in scores.samples for item in _arrays(score, False)]
+    named.sort(key=lambda item: item[:2])
+    open_items: list[_Extent] = []
+    for item in named:
+        open_items = [other for other in open_items if other[1] > item[0]]
+        for other in open_items:
+            if other[2] != item[2] and np.shares_memory(other[4], item[4]):
+                ours, theirs = (item, other) if other[2] else (other, item)
+                raise InvariantViolation(
+                    f"the trainer's {ours[3]} share memory with the rollout's {theirs[3]}: a trainer's "
+                    "log-probabilities come from a forward of its own, never from the rollout's array"
+                )
+        open_items.append(item)
+
+
+def check_evidence(samples: Sequence[TrainSample], scores: ScoreResult, published_digest: str) -> None:
+    """Raise InvariantViolation unless a trainer's forward with the published weights saw every token that it had to."""
+    if scores.case not in TRAINER_CASES:
+        raise InvariantViolation(
+            f"the trainer's log-probabilities come from case {scores.case!r}: only {' and '.join(TRAINER_CASES)} are "
+            "forwards of its own"
+        )
+    needed = sum(required_rows(sample) for sample in samples)
+    if scores.forward_tokens < needed:
+        raise InvariantViolation(
+            f"the trainer returned log-probabilities of {len(samples)} samples, for which {needed} tokens have to go "
+            f"through its layers; its evidence shows {scores.forward_tokens} in case {scores.case}"
+        )
+    if scores.manifest_digest != published_digest:
+        raise InvariantViolation(
+            f"the trainer evaluated with weights {scores.manifest_digest or 'without a digest'}, "
+            f"published are {published_digest}"
+        )
+
+
+def make_challenge(samples: Sequence[TrainSample], seed: int, step: int, vocab_size: int) -> Challenge:
+    """Choose a sample of the step and alter one response token, keyed by ``seed`` and ``step``.
+
+    Raises InputError for an empty step or a vocabulary of fewer than two tokens.
+    """
+    if not samples or vocab_size < 2:
+        raise InputError(f"a challenge needs a sample and two tokens; the step has {len(samples)}, {vocab_size} tokens")
+    draw = _Draws(seed, step)
+    chosen = samples[draw.below(len(samples))]
+    # in the first half: then at least half of the distributions read the replaced token
+    index = draw.below((len(chosen.token_ids) + 1) // 2)
+    # any of the other vocab_size - 1 tokens
+    replacement = (chosen.token_ids[index] + 1 + draw.below(vocab_size - 1)) % vocab_size
+    tokens = (*chosen.token_ids[:index], replacement, *chosen.token_ids[index + 1 :])
+    identity = chosen.sample_id
+    free = 1 + max(
+        s.sample_id.k
+        for s in samples
+        if (s.sample_id.namespace, s.sample_id.prompt_index) == (identity.namespace, identity.prompt_index)
+    )
+    sample = TrainSample(
+        SampleId(identity.namespace, identity.prompt_index, free),
+        chosen.prompt_token_ids,
+        tokens,
+        np.zeros(len(tokens), dtype=np.bool_),
+    )
+    return Challenge(identity, sample, index, replacement)
+
+
+def with_challenge(samples: Sequence[TrainSample], challenge: Challenge) -> list[TrainSample]:
+    """The step's samples and the challenge among them, in sample order."""
+    return sorted([*samples, challenge.sample], key=lambda sample: sample.sample_id)
+
+
+def split_challenge(scores: ScoreResult, challenge: Challenge) -> tuple[ScoreResult, ScoredSample]:
+    """Take the challenge's scores out. Raises InvariantViolation if they are missing."""
+    own = [score for score in scores.samples if score.sample_id == challenge.sample.sample_id]
+    if len(own) != 1:
+        raise InvariantViolation(
+            f"the trainer returned {len(own)} scores of {challenge.sample.sample_id}: one is needed"
+        )
+    rest = tuple(score for score in scores.samples if score.sample_id != challenge.sample.sample_id)
+    return ScoreResult(rest, scores.case, scores.forward_tokens, scores.manifest_digest), own[0]
+
+
+def verify_challenge(
+    challenge: Challenge, answer: ScoredSample, independent: ScoredSample, original: ScoredSample | None = None
+) -> None:
+    """Compare the trainer's answer with an independent forward over the same altered tokens.
+
+    ``original`` is the trainer's own score of the unaltered sample.
+
+    Raises:
+        InvariantViolation: naming the first token at which bits differ.
+    """
+    _first_difference(challenge, answer, independent, "an independent forward", len(challenge.sample.token_ids))
+    if original is not None:
+        # the distribution at the replaced token still reads only what came before it
+        _first_difference(challenge, answer, original, "the unaltered sample", challenge.index + 1, digests_only=True)
+        _first_difference(challenge, answer, original, "the unaltered sample", challenge.index)
+
+
+def _first_difference(
+    challenge: Challenge,
+    answer: ScoredSample,
+    other: ScoredSample,
+    whose: str,
+    count: int,
+    *,
+    digests_only: bool = False,
+) -> None:
+    if len(answer.logprobs) != len(challenge.sample.token_ids) or len(other.logprobs) < count:
+        raise InvariantViolation(
+            f"the challenge {challenge.sample.sample_id} has {len(challenge.sample.token_ids)} tokens; the trainer "
+            f"answered {len(answer.logprobs)}, {whose} has {len(other.logprobs)}"
+        )
+    differs = (answer.digests[:count] != other.digests[:count]).any(axis=1)
+    if not digests_only:
+        differs |= canonical_bits(answer.logprobs[:count]) != canonical_bits(other.logprobs[:count])
+    wrong = np.flatnonzero(differs)
+    if len(wrong):
+        t = int(wrong[0])
+        raise InvariantViolation(
+            f"the trainer's answer to the challenge made of sample {challenge.original} (response token "
+            f"{challenge.index} replaced by {challenge.replacement}) differs from {whose} at response token {t}: "
+            f"log-probability bits {int(canonical_bits(answer.logprobs)[t]):08x} and "
+            f"{int(canonical_bits(other.logprobs)[t]):08x}: its log-probabilities are not a forward over these tokens"
+        )
+
+
+_Extent = tuple[int, int, bool, str, NDArray[Any]]  # first byte, last byte + 1, of the rollout?, name, array
+
+
+def _arrays(sample: GeneratedSample | ScoredSample, of_rollout: bool) -> list[_Extent]:
+    items: list[_Extent] = []
+    for name in ("logprobs", "digests", "entropies"):
+        array: NDArray[Any] = getattr(sample, name)
+        first, last = np.lib.array_utils.byte_bounds(array)
+        items.append((first, last, of_rollout, f"{name} of {sample.sample_id}", array))
+    return items
+
+
+class _Draws:
+    """A short stream of numbers keyed by (seed, step): SplitMix64."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self._state = (seed * 0xD1B54A32D192ED03 + step * 0x9E3779B97F4A7C15) % 2**64
+
+    def below(self, limit: int) -> int:
+        """A number in 0..limit-1 (the bias of the remainder does not matter here)."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) % 2**64
+        z = self._state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return (z ^ (z >> 31)) % limit
