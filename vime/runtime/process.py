@@ -1,0 +1,168 @@
+"""An engine in a process of its own (``placement: split``), behind the interface of an embedded one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rlkernel.contract.identity import Identities
+from rlkernel.errors import RlkernelError
+from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
+from vime.rollout.interface import CommittedVersion, RolloutEngine
+from vime.runtime.messages import (
+    receive,
+    request_from_json,
+    request_to_json,
+    sample_from_message,
+    sample_to_message,
+    send,
+)
+from vime.sync.transport import make_transport
+from vime.types import GeneratedSample, RolloutRequest
+
+EngineFactory = Callable[[Mapping[str, Any]], RolloutEngine]
+_ERRORS: dict[str, type[VimeError]] = {
+    error.__name__: error for error in (InputError, InvariantViolation, Interrupted)
+}
+
+
+def _committed_json(committed: CommittedVersion | None) -> dict[str, Any] | None:
+    return None if committed is None else {"version": committed.version, "digest": committed.digest}
+
+
+def _serve(connection: Connection, factory: EngineFactory, specification: Mapping[str, Any]) -> None:
+    """The child's loop: one request, one or several answers. Ends when the parent is gone."""
+    engine = factory(specification)
+    transport = make_transport(specification["transport"], Path(specification["transport_folder"]))
+    send(connection, {"ready": True})
+    while True:
+        try:
+            header, _ = receive(connection)
+        except EOFError:
+            break
+        call = header["call"]
+        if call == "close":
+            break
+        try:
+            if call == "identities":
+                send(connection, {"value": engine.identities().as_json()})
+            elif call == "stage":
+                tensors = transport.receive(header["handle"])
+                try:
+                    send(connection, {"value": engine.stage_weights(header["version"], tensors)})
+                finally:
+                    transport.close_received()
+            elif call == "commit":
+                committed = engine.commit_weights(header["version"], header["digest"])
+                send(connection, {"value": _committed_json(committed)})
+            elif call == "rollback":
+                engine.rollback_weights()
+                send(connection, {"value": None})
+            elif call == "committed":
+                send(connection, {"value": _committed_json(engine.committed())})
+            elif call == "evidence":
+                send(connection, {"value": engine.evidence()})
+            elif call == "generate":
+                for sample in engine.generate([request_from_json(r) for r in header["requests"]]):
+                    described, arrays = sample_to_message(sample)
+                    send(connection, {"sample": described}, arrays)
+                send(connection, {"value": None})
+            else:
+                send(connection, {"error": "InputError", "message": f"unknown call {call!r}"})
+        except (VimeError, RlkernelError) as error:
+            send(connection, {"error": type(error).__name__, "message": str(error)})
+    engine.close()
+
+
+class ProcessEngine:
+    """A rollout engine served by a child process.
+
+    Args:
+        factory: a module-level function that builds the engine in the child from ``specification`` (plain data
+            with at least ``engine_id``, ``transport``, ``transport_folder``).
+        deadline_s: the longest silence of the child before it counts as lost.
+
+    Raises:
+        Interrupted: the child ended or fell silent; the run can be resumed.
+    """
+
+    def __init__(self, factory: EngineFactory, specification: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
+        self._id = str(specification["engine_id"])
+        self._deadline = deadline_s
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, factory, dict(specification)), daemon=True)
+        self._process.start()
+        child.close()
+        self._receive()
+
+    @property
+    def engine_id(self) -> str:
+        return self._id
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child."""
+        return self._process.pid
+
+    def _receive(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            if not self._connection.poll(self._deadline):
+                raise Interrupted(f"engine {self._id} has not answered for {self._deadline:.0f} s; resume the run")
+            header, arrays = receive(self._connection)
+        except (EOFError, ConnectionError) as error:
+            self._process.join(timeout=5)
+            raise Interrupted(
+                f"engine {self._id} (process {self._process.pid}) ended with exit code {self._process.exitcode}; "
+                "resume the run"
+            ) from error
+        if "error" in header:
+            raise _ERRORS.get(header["error"], InputError)(f"engine {self._id}: {header['message']}")
+        return header, arrays
+
+    def _call(self, call: str, **arguments: Any) -> Any:
+        try:
+            send(self._connection, {"call": call, **arguments})
+        except (BrokenPipeError, ConnectionError) as error:
+            raise Interrupted(f"engine {self._id} is gone; resume the run") from error
+        return self._receive()[0]["value"]
+
+    def identities(self) -> Identities:
+        return Identities(**self._call("identities"))
+
+    def stage(self, version: int, handle: Mapping[str, Any]) -> str:
+        """Take the weights of a transport's handle beside the served ones; the digest of the staged bytes."""
+        return str(self._call("stage", version=version, handle=dict(handle)))
+
+    def commit_weights(self, version: int, digest: str) -> CommittedVersion:
+        return CommittedVersion(**self._call("commit", version=version, digest=digest))
+
+    def rollback_weights(self) -> None:
+        self._call("rollback")
+
+    def committed(self) -> CommittedVersion | None:
+        value = self._call("committed")
+        return None if value is None else CommittedVersion(**value)
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]:
+        send(self._connection, {"call": "generate", "requests": [request_to_json(r) for r in requests]})
+        while True:
+            header, arrays = self._receive()
+            if "sample" not in header:
+                return
+            yield sample_from_message(header["sample"], arrays)
+
+    def evidence(self) -> dict[str, Any]:
+        return dict(self._call("evidence"))
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            try:
+                send(self._connection, {"call": "close"})
+            except (BrokenPipeError, ConnectionError):
+                self._process.terminate()
+            self._process.join(timeout=10)
+        self._connection.close()

@@ -1,0 +1,185 @@
+"""How weight bytes travel from the trainer to an engine: in memory, through POSIX shared memory, or on disk.
+
+A transport packs logical tensors into one buffer and describes it by a handle of plain JSON data; the receiving side
+opens the handle and reads the tensors. No pickle is involved. What arrives is verified by the engine, which recomputes
+the manifest digest from the bytes that it will serve; a transport is never trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vime.errors import InputError, InvariantViolation
+
+Handle = dict[str, Any]
+Tensors = Mapping[str, torch.Tensor]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ALIGNMENT = 64
+
+
+class Transport(Protocol):
+    """One way to move a set of tensors. ``send`` and ``release`` run on the trainer's side."""
+
+    name: str
+
+    def send(self, tensors: Tensors) -> Handle:
+        """Pack the tensors; the handle is plain JSON data."""
+
+    def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
+        """Open a handle; the tensors stay valid until :meth:`close_received`."""
+
+    def close_received(self) -> None:
+        """Let go of what was received."""
+
+    def release(self, handle: Handle) -> None:
+        """Free what was sent, after every engine has its copy."""
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+
+
+def _layout(tensors: Tensors) -> tuple[list[dict[str, Any]], int]:
+    entries, offset = [], 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise InputError(f"{name} is {tensor.dtype}; weights travel as {' or '.join(_DTYPES)}")
+        size = tensor.numel() * tensor.element_size()
+        entries.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset, "bytes": size})
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return entries, offset
+
+
+class MemoryTransport:
+    """Engine and trainer share a process: the tensors are handed over as they are (the engine copies them)."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensors] = {}
+        self._next = 0
+
+    def send(self, tensors: Tensors) -> Handle:
+        self._next += 1
+        self._held[self._next] = tensors
+        return {"transport": self.name, "key": self._next}
+
+    def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
+        return dict(self._held[handle["key"]])
+
+    def close_received(self) -> None:
+        """Nothing is held by the receiver."""
+
+    def release(self, handle: Handle) -> None:
+        self._held.pop(handle["key"], None)
+
+
+class SharedMemoryTransport:
+    """One POSIX shared-memory segment a publication, all tensors packed into it."""
+
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._sent: dict[str, shared_memory.SharedMemory] = {}
+        self._received: list[shared_memory.SharedMemory] = []
+
+    def send(self, tensors: Tensors) -> Handle:
+        entries, size = _layout(tensors)
+        try:
+            segment = shared_memory.SharedMemory(create=True, size=max(1, size))
+        except OSError as error:
+            raise InputError(f"{size} bytes of shared memory for the weights cannot be had: {error}") from error
+        view = np.frombuffer(segment.buf, np.uint8)
+        for entry in entries:
+            view[entry["offset"] : entry["offset"] + entry["bytes"]] = _raw(tensors[entry["name"]])
+        del view
+        self._sent[segment.name] = segment
+        return {"transport": self.name, "segment": segment.name, "size": size, "tensors": entries}
+
+    def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
+        try:
+            segment = shared_memory.SharedMemory(name=handle["segment"])
+        except FileNotFoundError as error:
+            raise InvariantViolation(f"the weights' shared-memory segment {handle['segment']!r} is gone") from error
+        if handle["segment"] not in self._sent:
+            # the sender owns the segment; Python 3.11 would otherwise unlink it when this process ends
+            resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
+        if segment.size < handle["size"]:
+            raise InvariantViolation(f"shared memory {handle['segment']!r} has {segment.size} bytes, not {handle['size']}")
+        self._received.append(segment)
+        result = {}
+        for entry in handle["tensors"]:
+            raw = np.frombuffer(segment.buf, np.uint8, entry["bytes"], entry["offset"])
+            # a copy: a tensor that outlives the segment must not read freed memory
+            flat = torch.from_numpy(raw.copy()).view(_DTYPES[entry["dtype"]])
+            result[entry["name"]] = flat.reshape(entry["shape"])
+        return result
+
+    def close_received(self) -> None:
+        for segment in self._received:
+            segment.close()
+        self._received.clear()
+
+    def release(self, handle: Handle) -> None:
+        segment = self._sent.pop(handle["segment"], None)
+        if segment is not None:
+            segment.close()
+            with suppress(FileNotFoundError):
+                segment.unlink()
+
+
+class DiskTransport:
+    """One safetensors file a publication, in a folder that both sides see."""
+
+    name = "disk"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def send(self, tensors: Tensors) -> Handle:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=self._folder)
+        os.close(descriptor)
+        try:
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        except (OSError, SafetensorError) as error:
+            Path(path).unlink(missing_ok=True)
+            raise InputError(f"the weights cannot be written to {path}: {error}") from error
+        return {"transport": self.name, "path": path}
+
+    def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(handle["path"])
+        except (OSError, SafetensorError) as error:
+            raise InvariantViolation(f"the published weights {handle['path']} cannot be read: {error}") from error
+
+    def close_received(self) -> None:
+        """Nothing is held open."""
+
+    def release(self, handle: Handle) -> None:
+        Path(handle["path"]).unlink(missing_ok=True)
+
+
+def make_transport(name: str, folder: Path) -> Transport:
+    """A transport by its pipeline name; ``folder`` is where ``disk`` writes. Raises InputError for other names."""
+    if name == "memory":
+        return MemoryTransport()
+    if name == "shm":
+        return SharedMemoryTransport()
+    if name == "disk":
+        return DiskTransport(folder)
+    raise InputError(f"stages.sync.transport is {name!r}; accepted: memory, shm, disk")
