@@ -130,13 +130,14 @@ class Filter(Section):
 
 
 class Advantage(Section):
-    """``grpo``: reward minus the group's mean; ``reinforce_baseline``: minus the step's mean.
+    """``grpo``: reward minus the mean of its group. ``reinforce_baseline``: reward minus ``baseline``.
 
-    ``normalize_std`` divides by the standard deviation of the same set, plus ``epsilon``.
+    ``normalise: std`` divides by the standard deviation of the same set, plus ``epsilon``.
     """
 
     estimator: Literal["grpo", "reinforce_baseline"] = "grpo"
-    normalize_std: bool = True
+    baseline: Literal["leave_one_out", "group_mean", "step_mean"] = "leave_one_out"
+    normalise: Literal["std", "none"] = "std"
     epsilon: float = Field(default=1e-6, gt=0.0)
 
 
@@ -149,11 +150,15 @@ class Kl(Section):
 
 
 class Loss(Section):
-    """``ppo_clip`` clips the importance ratio to [1 - clip_low, 1 + clip_high]; ``reinforce`` uses none."""
+    """``ppo_clip`` clips the importance ratio to [1 - clip_low, 1 + clip_high]; ``reinforce`` uses none.
+
+    ``normalise``: every trained token of the step weighs the same, or every sample does.
+    """
 
     kind: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     clip_high: float = Field(default=0.2, gt=0.0)
+    normalise: Literal["token_mean", "sequence_mean"] = "token_mean"
     kl: Kl = Kl()
 
 
@@ -173,7 +178,7 @@ class Optimizer(Section):
 
 
 class Train(Section):
-    """Optimizer updates. A step's samples are cut, in sample order, into ``mini_batches`` parts of one update each.
+    """Optimizer updates. A step's groups are cut, in order, into ``mini_batches`` equal parts of one update each.
 
     ``micro_batch_samples`` whole sequences go through the model at a time (gradient accumulation).
     ``require_full_distribution`` refuses sampling that removes candidates (top-k, top-p).

@@ -1,0 +1,232 @@
+"""User functions by name: found, imported, and their signatures checked before anything starts.
+
+Three spellings: a task's name (``reverse_digits``), a dotted path to something installed (``package.module.name``),
+and a file (``rewards.py:name``, relative to the current directory).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vime.pipeline.problems import nearest_name
+from vime.types import GeneratedSample, Namespace, Prompt
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a user function takes by position, and returns. Further parameters come from the pipeline file."""
+
+    kind: str
+    positional: tuple[tuple[str, Any], ...]
+    returns: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{name}: {_type_name(kind)}" for name, kind in self.positional)
+        return f"({inner}) -> {_type_name(self.returns[0])}"
+
+
+SOURCE = Signature(
+    "data source",
+    (("namespace", Namespace),),
+    (collections.abc.Sequence[Mapping[str, Any]],),
+)
+REWARD = Signature(
+    "reward",
+    (("prompt", Prompt), ("sample", GeneratedSample), ("text", str)),
+    (float, int, bool),
+)
+FILTER = Signature(
+    "filter",
+    (
+        ("samples", collections.abc.Sequence[GeneratedSample]),
+        ("rewards", collections.abc.Sequence[float]),
+    ),
+    (collections.abc.Sequence[bool],),
+)
+
+
+class FunctionProblem(Exception):
+    """A function that cannot be used; ``nearest`` is a valid name close to a wrong one.
+
+    ``parameter`` names the key of ``parameters`` that is at fault, if one is.
+    """
+
+    def __init__(self, message: str, nearest: str | None = None, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A checked function with its parameters bound.
+
+    ``source_file`` and ``source_digest`` (SHA-256, hex) identify the module that defines it; they enter the run's
+    deployment identity.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    source_file: str
+    source_digest: str
+
+
+def load_function(
+    name: str, parameters: Mapping[str, Any], signature: Signature, tasks: Mapping[str, str]
+) -> UserFunction:
+    """Find a function, check its signature, and bind the parameters of the pipeline file.
+
+    Args:
+        name: as written in the pipeline.
+        parameters: keyword arguments.
+        signature: what is expected.
+        tasks: short name -> dotted path of what vime ships.
+
+    Raises:
+        FunctionProblem: it cannot be found or imported, or does not fit.
+    """
+    function, module = _find(name, signature, tasks)
+    if not callable(function):
+        raise FunctionProblem(f"{name!r} is a {type(function).__name__}, not a function {signature}")
+    if inspect.iscoroutinefunction(function):
+        raise FunctionProblem(f"{name!r} is an async function; a {signature.kind} is a plain function {signature}")
+    _check_signature(name, function, parameters, signature)
+    file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+    file = file or getattr(module, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise FunctionProblem(f"{name!r} has no source file; its digest is part of the run's identity")
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return UserFunction(name, functools.partial(function, **parameters), file, digest)
+
+
+def _find(name: str, signature: Signature, tasks: Mapping[str, str]) -> tuple[Any, ModuleType]:
+    if "." not in name and ":" not in name:
+        if name not in tasks:
+            known = ", ".join(sorted(tasks))
+            message = (
+                f"there is no {signature.kind} {name!r}; vime ships {known}, and a function of your own is written "
+                "package.module.name or FILE.py:name"
+            )
+            raise FunctionProblem(message, nearest_name(name, tasks))
+        name = tasks[name]
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        place, _, attribute = name.rpartition(".")
+    if not place or not attribute:
+        raise FunctionProblem(f"{name!r} names no function: write package.module.name or FILE.py:name")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place, name)
+    try:
+        return getattr(module, attribute), module
+    except AttributeError:
+        names = [item for item in vars(module) if not item.startswith("_")]
+        raise FunctionProblem(f"{place} has no {attribute!r}", nearest_name(attribute, names)) from None
+
+
+def _import_module(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            message = f"there is no module {place!r} (for a file of your own write FILE.py:{name.rpartition('.')[2]})"
+            raise FunctionProblem(message) from None
+        raise FunctionProblem(f"importing {place} needs the module {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise FunctionProblem(f"importing {place} raised {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    full = path.resolve()
+    if not full.is_file():
+        raise FunctionProblem(f"there is no file {full}")
+    module_name = f"vime_user_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, full)
+    if spec is None or spec.loader is None:
+        raise FunctionProblem(f"{full} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise FunctionProblem(f"importing {full} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _check_signature(name: str, function: Any, parameters: Mapping[str, Any], expected: Signature) -> None:
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise FunctionProblem(f"{name!r} has no readable signature; {expected} is needed") from error
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:
+        raise FunctionProblem(f"an annotation of {name!r} cannot be read: {error}") from error
+    items = list(found.parameters.values())
+    wanted = expected.positional
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [item.name for item in items if item.kind in by_position]
+    if names[: len(wanted)] != [item for item, _ in wanted]:
+        raise FunctionProblem(
+            f"{name!r} takes {found}; a {expected.kind} takes {expected} and its parameters after that"
+        )
+    for argument, kind in wanted:
+        if argument in hints and not _accepts(hints[argument], kind):
+            got = _type_name(hints[argument])
+            raise FunctionProblem(f"{name!r} declares {argument}: {got}; it is given {_type_name(kind)}")
+    if "return" in hints and not any(_accepts(kind, hints["return"]) for kind in expected.returns):
+        got = _type_name(hints["return"])
+        raise FunctionProblem(f"{name!r} declares that it returns {got}; {_type_name(expected.returns[0])} is needed")
+    _check_parameters(name, items[len(wanted) :], parameters)
+
+
+def _check_parameters(name: str, items: list[inspect.Parameter], parameters: Mapping[str, Any]) -> None:
+    free = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items)
+    bindable = {
+        item.name: item
+        for item in items
+        if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    for key in parameters:
+        if key not in bindable and not free:
+            choices = f"its parameters are {', '.join(bindable)}" if bindable else "it has none"
+            raise FunctionProblem(f"{name!r} has no parameter {key!r}; {choices}", nearest_name(key, bindable), key)
+    for key, item in bindable.items():
+        if item.default is inspect.Parameter.empty and key not in parameters:
+            raise FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
+
+
+def _accepts(declared: Any, given: Any) -> bool:
+    """Whether a place declared with one type takes values of another."""
+    if declared is Any or given is Any or declared is object or declared == given:
+        return True
+    if declared is float and given in (int, bool):
+        return True
+    origin, given_origin = typing.get_origin(declared) or declared, typing.get_origin(given) or given
+    if not (isinstance(origin, type) and isinstance(given_origin, type) and issubclass(given_origin, origin)):
+        return False
+    arguments, given_arguments = typing.get_args(declared), typing.get_args(given)
+    if not arguments or not given_arguments:
+        return True
+    given_arguments = tuple(item for item in given_arguments if item is not Ellipsis)
+    if len(arguments) != len(given_arguments):
+        return False
+    return all(_accepts(mine, theirs) for mine, theirs in zip(arguments, given_arguments, strict=True))
+
+
+def _type_name(kind: Any) -> str:
+    text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    for prefix in ("collections.abc.", "typing.", "vime.types."):
+        text = text.replace(prefix, "")
+    return text

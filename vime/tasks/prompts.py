@@ -1,0 +1,113 @@
+"""Rows of a data source as prompts: which row a ``prompt_index`` is, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from vime.errors import InputError
+from vime.tasks.permutation import permutation
+from vime.types import Namespace, Prompt
+
+
+class PromptTokenizer(Protocol):
+    """What rendering a prompt needs of a tokenizer."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text, without special tokens added."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Text of a chat, up to where the assistant's answer begins. Raises if there is no template."""
+
+
+class PromptSet:
+    """The prompts of one namespace, in the order in which they are drawn.
+
+    ``prompt_index`` is a position in the seeded permutation: index i is row ``permutation(epoch i // n)[i % n]`` of
+    n rows. Every epoch has a permutation of its own. Prompts are tokenized when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: PromptTokenizer,
+        seed: int,
+        *,
+        repeat: bool = False,
+    ) -> None:
+        if not rows:
+            raise InputError(f"the data source has no {namespace} rows: at least one is needed")
+        self.namespace = namespace
+        self.rows = rows
+        self.repeat = repeat
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._orders: dict[int, tuple[int, ...]] = {}
+        self._rendered: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        """Number of distinct rows."""
+        return len(self.rows)
+
+    def row_number(self, prompt_index: int) -> int:
+        """Row of a prompt. Raises InputError beyond the last row unless rows repeat."""
+        epoch, place = divmod(prompt_index, len(self.rows))
+        if prompt_index < 0 or (epoch and not self.repeat):
+            raise InputError(
+                f"{self.namespace} prompt {prompt_index} does not exist: there are {len(self.rows)} rows; "
+                "data.repeat: true draws them again"
+            )
+        if epoch not in self._orders:
+            label = f"vime prompts/{self._seed}/{self.namespace}/{epoch}"
+            self._orders[epoch] = permutation(len(self.rows), label)
+        return self._orders[epoch][place]
+
+    def prompt(self, prompt_index: int) -> Prompt:
+        """One prompt. Raises InputError for a row that cannot be rendered."""
+        number = self.row_number(prompt_index)
+        if number not in self._rendered:
+            try:
+                self._rendered[number] = render(self.rows[number], self._tokenizer)
+            except InputError as error:
+                raise InputError(f"{self.namespace} row {number} (counted from 0): {error}") from error
+        text, token_ids = self._rendered[number]
+        return Prompt(self.namespace, prompt_index, token_ids, text, self.rows[number])
+
+    def take(self, first: int, count: int) -> tuple[Prompt, ...]:
+        """``count`` prompts from the cursor position ``first`` on."""
+        return tuple(self.prompt(first + i) for i in range(count))
+
+
+def render(row: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[str, tuple[int, ...]]:
+    """Text and token ids of a row: ``text`` as it is, or ``messages`` through the tokenizer's chat template.
+
+    Raises:
+        InputError: the row has neither or both, a value of another type, or encodes to no token.
+    """
+    present = [name for name in ("text", "messages") if name in row]
+    if len(present) != 1:
+        has = "both" if present else "neither"
+        raise InputError(
+            f"a row has 'text' or 'messages', and this one has {has} (its keys: {', '.join(map(str, row))})"
+        )
+    if present[0] == "text":
+        text = row["text"]
+        if not isinstance(text, str):
+            raise InputError(f"'text' is a string, not {text!r}")
+    else:
+        text = _from_messages(row["messages"], tokenizer.apply_chat_template)
+    token_ids = tuple(int(token) for token in tokenizer.encode(text))
+    if not token_ids:
+        raise InputError(f"{text!r} encodes to no token: a prompt has at least one")
+    return text, token_ids
+
+
+def _from_messages(messages: Any, template: Callable[[Sequence[Mapping[str, str]]], str]) -> str:
+    good = isinstance(messages, list | tuple) and messages
+    if not good or not all(
+        isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+        for item in messages
+    ):
+        raise InputError(f"'messages' is a list of {{role, content}}, not {messages!r}")
+    return template(messages)
