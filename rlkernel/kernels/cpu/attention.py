@@ -1,0 +1,437 @@
+"""Paged causal attention of the portable profile (docs/numerics.md, section Attention), forward.
+
+One kernel serves prefill, chunked prefill, decode and training. Its unit of work is a tile: some consecutive
+query rows of one sequence with all query heads that share one KV head, so that a decode step reads K and V
+once for the whole group. Key blocks and splits are counted from the sequence's first token and are part of
+the contract; page size, query tile and threads are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from typing import Any
+
+import numpy as np
+from numba import float32 as f32
+from numba import int64
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.cpu.attention_tile import LANES, ROWS, block_maximum, chain_block, element_address
+from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, log2_full, maximum, round_bf16
+from rlkernel.kernels.cpu.threads import Workers
+
+F32 = np.ndarray[Any, np.dtype[np.float32]]
+I32 = np.ndarray[Any, np.dtype[np.int32]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+KEY_BLOCK = 64  # keys that share one online maximum: contractual
+SPLIT = 512  # keys of one partial softmax: contractual
+PAGE_UNIT = 8  # a page holds a multiple of this many keys
+_TILE_ROWS = 48  # (query row, head) pairs of one work item: tuning
+
+_NEGATIVE_INFINITY = np.float32(-np.inf)
+
+
+def attention_scales(head_dim: int) -> tuple[np.float32, np.float32]:
+    """``(scale, scale2)``: head_dim^-0.5 and head_dim^-0.5 * log2(e), each the exact value rounded once to float32."""
+    with localcontext() as context:
+        context.prec = 60
+        scale = 1 / Decimal(head_dim).sqrt()
+        # float32(str) would round twice (through float64); 60 digits make the comparison below decisive
+        return _nearest_float32(scale), _nearest_float32(scale / Decimal(2).ln())
+
+
+def _nearest_float32(value: Decimal) -> np.float32:
+    guess = np.float32(float(value))
+    neighbours = (np.nextafter(guess, np.float32(0)), guess, np.nextafter(guess, np.float32(np.inf)))
+    return min(neighbours, key=lambda candidate: abs(Decimal(float(candidate)) - value))
+
+
+@device_function
+def _tile_positions(group):
+    """Query rows of one tile, each with ``group`` heads."""
+    return max(int64(1), int64(_TILE_ROWS) // group)
+
+
+@device_function
+def _scale_and_mask(row, valid, scale2):
+    """Scores of one row and key block from their dot products; keys from ``valid`` on are masked."""
+    for j in range(KEY_BLOCK):
+        row[j] = row[j] * scale2
+    for j in range(valid, KEY_BLOCK):
+        row[j] = _NEGATIVE_INFINITY
+
+
+@device_function
+def _weights(row, valid, new, bf16):
+    """P of one row and key block, in place; masked keys get +0 whatever ``new`` is."""
+    if bf16:
+        for j in range(KEY_BLOCK):
+            row[j] = round_bf16(exp2_p3(row[j] - new))
+    else:
+        for j in range(KEY_BLOCK):
+            row[j] = exp2_full(row[j] - new)
+    for j in range(valid, KEY_BLOCK):
+        row[j] = f32(0.0)
+
+
+@device_function
+def _add_weights(weights, rows, sums):
+    """``sums[r] = add(sums[r], p[r, j])`` for j ascending; masked weights are +0, which changes no sum."""
+    r = 0
+    while r + 4 <= rows:  # four chains side by side hide the latency of the additions
+        base = r * KEY_BLOCK
+        s0, s1, s2, s3 = sums[r], sums[r + 1], sums[r + 2], sums[r + 3]
+        for j in range(KEY_BLOCK):
+            s0 += weights[base + j]
+            s1 += weights[base + KEY_BLOCK + j]
+            s2 += weights[base + 2 * KEY_BLOCK + j]
+            s3 += weights[base + 3 * KEY_BLOCK + j]
+        sums[r], sums[r + 1], sums[r + 2], sums[r + 3] = s0, s1, s2, s3
+        r += 4
+    while r < rows:
+        total = sums[r]
+        for j in range(KEY_BLOCK):
+            total += weights[r * KEY_BLOCK + j]
+        sums[r] = total
+        r += 1
+
+
+@device_function
+def _gather_keys(k_pages, table, kv_head, start, count, block):
+    """Copy keys ``start .. start + count`` (rounded up to 8, still inside their pages) to ``block`` [D, 64]."""
+    page = k_pages.shape[3]
+    for unit in range(start, start + count, PAGE_UNIT):
+        source = k_pages[table[unit // page], kv_head]
+        offset = unit % page
+        for d in range(k_pages.shape[2]):
+            at = d * KEY_BLOCK + unit - start
+            for lane in range(PAGE_UNIT):
+                block[at + lane] = source[d, offset + lane]
+
+
+@device_function
+def _gather_values(v_pages, table, kv_head, start, count, block, padded):
+    """Copy values ``start .. start + count`` to ``block`` [64, padded]; columns past D are +0."""
+    page, depth = v_pages.shape[2], v_pages.shape[3]
+    for j in range(count):
+        source = v_pages[table[(start + j) // page], kv_head, (start + j) % page]
+        for d in range(depth):
+            block[j * padded + d] = source[d]
+        for d in range(depth, padded):
+            block[j * padded + d] = f32(0.0)
+
+
+@device_function
+def _accumulate(weights, rows, group, valid_first, v, v_stride, accumulators, padded):
+    """``acc[r, d]`` continues the chain over its valid keys; the first ``group`` rows have ``valid_first`` of them.
+
+    Rows of later positions see more keys of the block. What all rows see is shared; the rest is walked
+    position by position, so that no row ever multiplies a value that it may not depend on (0 * NaN is NaN).
+    """
+    weight = element_address(weights, int64(0))
+    acc = element_address(accumulators, int64(0))
+    row = 0
+    while row < rows:
+        height = min(int64(ROWS), rows - row)
+        shared = min(int64(KEY_BLOCK), valid_first + row // group)
+        a = weight + 4 * KEY_BLOCK * row
+        c = acc + 4 * padded * row
+        chain_block(height, padded, a, KEY_BLOCK, int64(1), v, v_stride, c, padded, shared, int64(0))
+        part = row
+        while part < row + height and shared < KEY_BLOCK:
+            position = part // group
+            until = min((position + 1) * group, row + height)
+            valid = min(int64(KEY_BLOCK), valid_first + position)
+            if valid > shared:
+                a = weight + 4 * (KEY_BLOCK * part + shared)
+                c = acc + 4 * padded * part
+                b = v + 4 * v_stride * shared
+                depth = valid - shared
+                chain_block(until - part, padded, a, KEY_BLOCK, int64(1), b, v_stride, c, padded, depth, int64(0))
+            part = until
+        row += height
+
+
+@kernel
+def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratch, splits, out, lse2, scale2, bf16):
+    """Work items ``bounds[first] .. bounds[last]``; ``tiles`` rows are (sequence, first row, rows, position)."""
+    kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
+    group = q.shape[1] // kv_heads
+    padded = (depth + LANES - 1) // LANES * LANES
+    direct_keys = page % KEY_BLOCK == 0
+    direct_values = direct_keys and depth == padded
+    most = _tile_positions(group) * group
+    memory = scratch[first]
+    k_block = memory[: depth * KEY_BLOCK]
+    at = k_block.size
+    v_block = memory[at : at + KEY_BLOCK * padded]
+    at += v_block.size
+    queries = memory[at : at + most * depth]
+    at += queries.size
+    scores = memory[at : at + most * KEY_BLOCK]
+    at += scores.size
+    result = memory[at : at + padded]
+    at += result.size
+    maxima = memory[at : at + splits * most]
+    at += maxima.size
+    sums = memory[at : at + splits * most]
+    at += sums.size
+    accumulators = memory[at : at + splits * most * padded]
+
+    for item in range(bounds[first], bounds[last]):
+        kv_head = item // tiles.shape[0]
+        tile = tiles[item % tiles.shape[0]]
+        table = block_table[tile[0]]
+        base, count, position = int64(tile[1]), int64(tile[2]), int64(tile[3])
+        rows = count * group
+        for i in range(count):
+            for h in range(group):
+                for d in range(depth):
+                    queries[(i * group + h) * depth + d] = q[base + i, kv_head * group + h, d]
+        keys = position + count
+        used = (keys + SPLIT - 1) // SPLIT
+        for split in range(used):
+            m = maxima[split * most : split * most + rows]
+            l = sums[split * most : split * most + rows]  # noqa: E741 - the row sum's usual name
+            acc = accumulators[split * most * padded : (split * most + rows) * padded]
+            m[:] = _NEGATIVE_INFINITY
+            l[:] = f32(0.0)
+            acc[:] = f32(0.0)
+            for start in range(split * SPLIT, min((split + 1) * SPLIT, keys), KEY_BLOCK):
+                held = min(int64(KEY_BLOCK), keys - start)
+                if direct_keys:
+                    origin = (int64(table[start // page]) * kv_heads + kv_head) * depth * page + start % page
+                    k_address, k_stride = element_address(k_pages, origin), page
+                else:
+                    _gather_keys(k_pages, table, kv_head, start, held, k_block)
+                    k_address, k_stride = element_address(k_block, int64(0)), int64(KEY_BLOCK)
+                if direct_values:
+                    origin = ((int64(table[start // page]) * kv_heads + kv_head) * page + start % page) * depth
+                    v_address = element_address(v_pages, origin)
+                else:
+                    _gather_values(v_pages, table, kv_head, start, held, v_block, padded)
+                    v_address = element_address(v_block, int64(0))
+                # rows before `skipped` see no key of this block: it leaves them alone
+                skipped = max(int64(0), start - position)
+                valid_first = position + skipped - start + 1
+                active = rows - skipped * group
+                block_scores = scores[: active * KEY_BLOCK]
+                chain_block(
+                    active, held, element_address(queries, skipped * group * depth), depth, int64(1),
+                    k_address, k_stride, element_address(block_scores, int64(0)), int64(KEY_BLOCK), depth, int64(1),
+                )  # fmt: skip
+                for r in range(active):
+                    valid = min(int64(KEY_BLOCK), valid_first + r // group)
+                    row = block_scores[r * KEY_BLOCK : (r + 1) * KEY_BLOCK]
+                    _scale_and_mask(row, valid, scale2)
+                    at_row = skipped * group + r
+                    old = m[at_row]
+                    new = maximum(old, block_maximum(element_address(row, int64(0))))
+                    _weights(row, valid, new, bf16)
+                    m[at_row] = new
+                    if new != old:  # equal maxima: alpha is exactly 1, and -inf only meets untouched zeros or NaN
+                        alpha = exp2_full(old - new) if old != _NEGATIVE_INFINITY else f32(0.0)
+                        l[at_row] = l[at_row] * alpha
+                        for d in range(padded):
+                            acc[at_row * padded + d] = acc[at_row * padded + d] * alpha
+                _add_weights(block_scores, active, l[skipped * group :])
+                _accumulate(
+                    block_scores, active, group, valid_first, v_address, padded, acc[skipped * group * padded :], padded
+                )
+        for r in range(rows):
+            # a later split that holds no key of this row has m = -inf, l = +0: it takes no part
+            seen = (position + r // group) // SPLIT + 1
+            overall = maxima[r]
+            for split in range(1, seen):
+                overall = maximum(overall, maxima[split * most + r])
+            total = f32(0.0)
+            for d in range(padded):
+                result[d] = f32(0.0)
+            for split in range(seen):
+                weight = exp2_full(maxima[split * most + r] - overall)
+                total = fma(sums[split * most + r], weight, total)
+                part = accumulators[(split * most + r) * padded : (split * most + r + 1) * padded]
+                for d in range(padded):
+                    result[d] = fma(part[d], weight, result[d])
+            n, head = base + r // group, kv_head * group + r % group
+            for d in range(depth):
+                out[n, head, d] = cast(result[d] / total, bf16)
+            lse2[n, head] = overall + log2_full(total)
+
+
+@kernel
+def _append(first, last, k, v, k_pages, v_pages, slots):
+    """Copy rows ``first .. last`` of k and v to their slots; K is transposed inside its page."""
+    page = k_pages.shape[3]
+    for n in range(first, last):
+        target, offset = slots[n] // page, slots[n] % page
+        for head in range(k.shape[1]):
+            for d in range(k.shape[2]):
+                k_pages[target, head, d, offset] = k[n, head, d]
+                v_pages[target, head, offset, d] = v[n, head, d]
+
+
+def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: Workers) -> None:
+    """Write keys and values f32[N, KVH, D] into the pages, at ``slots`` (int64[N], page * page_size + offset).
+
+    K pages are f32[P, KVH, D, page] (keys are the vector axis), V pages f32[P, KVH, page, D]. Slots are distinct.
+
+    Raises:
+        ContractError: shapes do not fit, or a slot lies outside the pages.
+    """
+    page = _page_size(k_pages, v_pages)
+    expected = (slots.shape[0], k_pages.shape[1], k_pages.shape[2])
+    if k.shape != expected or v.shape != expected:
+        raise ContractError(
+            f"append_kv: k {k.shape} and v {v.shape} should both be {expected} for these slots and pages"
+        )
+    if slots.size and not (0 <= int(slots.min()) and int(slots.max()) < k_pages.shape[0] * page):
+        raise ContractError(
+            f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} slots "
+            f"of {k_pages.shape[0]} pages of {page}"
+        )
+    if slots.size:
+        workers.run(_append, slots.shape[0], k, v, k_pages, v_pages, slots, grain=32)
+
+
+def attention(
+    q: F32,
+    k_pages: F32,
+    v_pages: F32,
+    block_table: I32,
+    starts: I32,
+    positions: I32,
+    scale2: float | np.float32,
+    workers: Workers,
+    bf16: bool,
+) -> tuple[F32, F32]:
+    """Causal attention of query rows over the paged keys of their sequences.
+
+    Args:
+        q: f32[N, QH, D], the rows of all sequences one after the other.
+        k_pages, v_pages: f32[P, KVH, D, page] and f32[P, KVH, page, D]; the rows' own keys are already there.
+            Slots past a sequence's last position, and pages in no table, may hold anything.
+        block_table: int32[S, B]; key j of sequence s lies in page ``block_table[s, j // page]``.
+        starts: int32[S + 1], offsets of each sequence's rows in q.
+        positions: int32[N], absolute positions, consecutive within a sequence.
+        scale2: head_dim^-0.5 * log2(e), rounded to float32 (:func:`attention_scales`).
+        bf16: round P and the output to bfloat16 (held in float32).
+
+    Returns:
+        ``(out f32[N, QH, D], lse2 f32[N, QH])``; lse2 is the base-2 log-sum-exp of the scaled scores.
+
+    Raises:
+        ContractError: shapes, positions or table entries that do not fit together.
+    """
+    tiles, costs = _tiles(q, k_pages, v_pages, block_table, starts, positions)
+    out = np.empty(q.shape, np.float32)
+    lse2 = np.empty(q.shape[:2], np.float32)
+    if not len(tiles):
+        return out, lse2
+    kv_heads, depth = k_pages.shape[1], k_pages.shape[2]
+    group = q.shape[1] // kv_heads
+    splits = int((tiles[:, 3] + tiles[:, 2]).max() - 1) // SPLIT + 1
+    padded = -(-depth // LANES) * LANES
+    most = max(1, _TILE_ROWS // group) * group
+    scratch = _scratch(
+        workers.count, KEY_BLOCK * (depth + padded) + most * (depth + KEY_BLOCK + splits * (2 + padded)) + padded
+    )
+    bounds = balanced_bounds(np.tile(costs, kv_heads), workers.count)
+    workers.run(
+        _attend, workers.count, bounds, tiles, q, k_pages, v_pages, block_table, scratch, splits, out, lse2,
+        np.float32(scale2), bf16,
+    )  # fmt: skip
+    return out, lse2
+
+
+def pages_from_sequences(k: F32, v: F32, starts: I32, workers: Workers, page: int = 64) -> tuple[F32, F32, I32]:
+    """Pages of a training batch: every sequence from position 0 in its own zero-padded pages.
+
+    Args: k, v f32[N, KVH, D]; starts int32[S + 1]; page: keys a page.
+    Returns: ``(k_pages, v_pages, block_table int32[S, B])``, unused table entries are 0.
+    """
+    counts = np.diff(starts.astype(np.int64))
+    needed = -(-counts // page)
+    first = np.cumsum(needed) - needed
+    width = int(needed.max(initial=1))
+    columns = np.arange(width)
+    table = np.where(columns < needed[:, None], first[:, None] + columns, 0).astype(np.int32)
+    k_pages = np.zeros((int(needed.sum()), k.shape[1], k.shape[2], page), np.float32)
+    v_pages = np.zeros((int(needed.sum()), k.shape[1], page, k.shape[2]), np.float32)
+    within = np.arange(k.shape[0]) - np.repeat(starts[:-1].astype(np.int64), counts)
+    append_kv(k, v, k_pages, v_pages, np.repeat(first, counts) * page + within, workers)
+    return k_pages, v_pages, table
+
+
+def balanced_bounds(costs: I64, parts: int) -> I64:
+    """int64[parts + 1]: cut the items, in order, into runs of about equal cost."""
+    total = np.cumsum(costs)
+    targets = total[-1] * np.arange(1, parts, dtype=np.int64) // parts
+    return np.concatenate(([0], np.searchsorted(total, targets, side="left") + 1, [len(costs)])).clip(0, len(costs))
+
+
+def _scratch(workers: int, size: int) -> F32:
+    """f32[workers, size or more], rows on cache lines (a vector load across two lines costs two)."""
+    size = -(-size // 16) * 16
+    raw = np.empty(workers * size + 16, np.float32)
+    first = (-raw.ctypes.data // 4) % 16
+    return raw[first : first + workers * size].reshape(workers, size)
+
+
+def _page_size(k_pages: F32, v_pages: F32) -> int:
+    pages, kv_heads, depth, page = k_pages.shape
+    if page == 0 or page % PAGE_UNIT:
+        raise ContractError(f"a page of {page} keys is not possible; a positive multiple of {PAGE_UNIT} is")
+    if v_pages.shape != (pages, kv_heads, page, depth):
+        raise ContractError(
+            f"V pages {v_pages.shape} do not fit K pages {k_pages.shape}: {(pages, kv_heads, page, depth)} does"
+        )
+    return page
+
+
+def _tiles(q: F32, k_pages: F32, v_pages: F32, block_table: I32, starts: I32, positions: I32) -> tuple[I64, I64]:
+    """Checks, and the work items: int64[items, 4] rows (sequence, first row, rows, position) with their costs."""
+    page = _page_size(k_pages, v_pages)
+    rows, heads, depth = q.shape
+    if depth != k_pages.shape[2] or heads % k_pages.shape[1]:
+        raise ContractError(
+            f"{heads} query heads of {depth} do not fit {k_pages.shape[1]} KV heads of {k_pages.shape[2]}: the head "
+            "dimensions must be equal and the query heads a multiple of the KV heads"
+        )
+    begin, end = starts[:-1].astype(np.int64), starts[1:].astype(np.int64)
+    counts = end - begin
+    if len(block_table) != len(counts) or starts[0] != 0 or starts[-1] != rows or (counts < 0).any():
+        raise ContractError(
+            f"starts must rise from 0 to the {rows} rows, one entry more than the {len(block_table)} rows of the block "
+            f"table; it has {len(starts)} entries, {int(starts[0])} .. {int(starts[-1])}"
+        )
+    if positions.shape != (rows,):
+        raise ContractError(f"positions {positions.shape} should be ({rows},), one a query row")
+    kept = np.flatnonzero(counts)
+    begin, end, counts = begin[kept], end[kept], counts[kept]
+    from_first = np.arange(rows) - np.repeat(begin, counts)
+    if rows and (positions.min() < 0 or (positions - from_first != np.repeat(positions[begin], counts)).any()):
+        raise ContractError("positions must be >= 0 and consecutive within each sequence")
+    needed = positions[end - 1].astype(np.int64) // page + 1
+    if rows and int(needed.max()) > block_table.shape[1]:
+        raise ContractError(
+            f"the block table has {block_table.shape[1]} pages a sequence, {int(needed.max())} are needed"
+        )
+    entries = block_table[kept]
+    wrong = ((entries < 0) | (entries >= len(k_pages))) & (np.arange(block_table.shape[1]) < needed[:, None])
+    if wrong.any():
+        s, b = np.argwhere(wrong)[0]
+        raise ContractError(
+            f"block table entry [{int(kept[s])}, {int(b)}] is {int(entries[s, b])}; pages 0..{len(k_pages) - 1} exist"
+        )
+    step = max(1, _TILE_ROWS // (heads // k_pages.shape[1]))
+    parts = -(-counts // step)
+    owner = np.repeat(np.arange(len(kept)), parts)
+    first = begin[owner] + (np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)) * step
+    length = np.minimum(step, end[owner] - first)
+    position = positions[first].astype(np.int64)
+    costs = length * (position + length // 2 + KEY_BLOCK)
+    return np.stack((kept[owner], first, length, position), axis=1), costs
