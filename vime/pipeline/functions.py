@@ -33,8 +33,8 @@ class Signature:
     returns: tuple[Any, ...]
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{name}: {_type_name(kind)}" for name, kind in self.positional)
-        return f"({inner}) -> {_type_name(self.returns[0])}"
+        inner = ", ".join(f"{name}: {type_name(kind)}" for name, kind in self.positional)
+        return f"({inner}) -> {type_name(self.returns[0])}"
 
 
 SOURCE = Signature(
@@ -182,12 +182,12 @@ def _check_signature(name: str, function: Any, parameters: Mapping[str, Any], ex
             f"{name!r} takes {found}; a {expected.kind} takes {expected} and its parameters after that"
         )
     for argument, kind in wanted:
-        if argument in hints and not _accepts(hints[argument], kind):
-            got = _type_name(hints[argument])
-            raise FunctionProblem(f"{name!r} declares {argument}: {got}; it is given {_type_name(kind)}")
-    if "return" in hints and not any(_accepts(kind, hints["return"]) for kind in expected.returns):
-        got = _type_name(hints["return"])
-        raise FunctionProblem(f"{name!r} declares that it returns {got}; {_type_name(expected.returns[0])} is needed")
+        if argument in hints and not accepts(hints[argument], kind):
+            got = type_name(hints[argument])
+            raise FunctionProblem(f"{name!r} declares {argument}: {got}; it is given {type_name(kind)}")
+    if "return" in hints and not any(accepts(kind, hints["return"]) for kind in expected.returns):
+        got = type_name(hints["return"])
+        raise FunctionProblem(f"{name!r} declares that it returns {got}; {type_name(expected.returns[0])} is needed")
     _check_parameters(name, items[len(wanted) :], parameters)
 
 
@@ -207,7 +207,7 @@ def _check_parameters(name: str, items: list[inspect.Parameter], parameters: Map
             raise FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
 
 
-def _accepts(declared: Any, given: Any) -> bool:
+def accepts(declared: Any, given: Any) -> bool:
     """Whether a place declared with one type takes values of another."""
     if declared is Any or given is Any or declared is object or declared == given:
         return True
@@ -222,10 +222,10 @@ def _accepts(declared: Any, given: Any) -> bool:
     given_arguments = tuple(item for item in given_arguments if item is not Ellipsis)
     if len(arguments) != len(given_arguments):
         return False
-    return all(_accepts(mine, theirs) for mine, theirs in zip(arguments, given_arguments, strict=True))
+    return all(accepts(mine, theirs) for mine, theirs in zip(arguments, given_arguments, strict=True))
 
 
-def _type_name(kind: Any) -> str:
+def type_name(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
     for prefix in ("collections.abc.", "typing.", "vime.types."):
         text = text.replace(prefix, "")

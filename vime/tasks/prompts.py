@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from rlkernel.errors import RlkernelError
 from vime.errors import InputError
 from vime.tasks.permutation import permutation
 from vime.types import Namespace, Prompt
 
+T = TypeVar("T")
+
 
 class PromptTokenizer(Protocol):
-    """What rendering a prompt needs of a tokenizer."""
+    """What rendering a prompt needs of a tokenizer (``rlkernel.models.tokenizer.Tokenizer`` has it)."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text, without special tokens added."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; ``special`` adds what the tokenizer puts around a text (often nothing, or BOS)."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text of a chat, up to where the assistant's answer begins. Raises if there is no template."""
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Text of a chat, up to where the assistant's answer begins. Raises ModelError if there is no template."""
 
 
 class PromptSet:
@@ -96,8 +99,8 @@ def render(row: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[str, tup
         if not isinstance(text, str):
             raise InputError(f"'text' is a string, not {text!r}")
     else:
-        text = _from_messages(row["messages"], tokenizer.apply_chat_template)
-    token_ids = tuple(int(token) for token in tokenizer.encode(text))
+        text = _from_messages(row["messages"], tokenizer.render)
+    token_ids = tuple(_guarded(lambda: tokenizer.encode(text, special=present[0] == "text")))
     if not token_ids:
         raise InputError(f"{text!r} encodes to no token: a prompt has at least one")
     return text, token_ids
@@ -110,4 +113,12 @@ def _from_messages(messages: Any, template: Callable[[Sequence[Mapping[str, str]
         for item in messages
     ):
         raise InputError(f"'messages' is a list of {{role, content}}, not {messages!r}")
-    return template(messages)
+    return _guarded(lambda: template(messages))
+
+
+def _guarded(call: Callable[[], T]) -> T:
+    """Errors of the tokenizer are errors of the input here."""
+    try:
+        return call()
+    except RlkernelError as error:
+        raise InputError(str(error)) from error
