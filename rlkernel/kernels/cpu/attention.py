@@ -8,7 +8,6 @@ the contract; page size, query tile and threads are not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from numba import float32 as f32
 from numba import int64
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu.attention_tile import LANES, ROWS, block_maximum, chain_block, element_address
+from rlkernel.kernels.cpu.attention_tile import LANES, ROWS, block_maximum, chain_block, copy_eight, element_address
 from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, log2_full, maximum, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
@@ -102,26 +101,31 @@ def _add_weights(weights, rows, sums):
 @device_function
 def _gather_keys(k_pages, table, kv_head, start, count, block):
     """Copy keys ``start .. start + count`` (rounded up to 8, still inside their pages) to ``block`` [D, 64]."""
-    page = k_pages.shape[3]
+    kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
     for unit in range(start, start + count, PAGE_UNIT):
-        source = k_pages[table[unit // page], kv_head]
-        offset = unit % page
-        for d in range(k_pages.shape[2]):
-            at = d * KEY_BLOCK + unit - start
-            for lane in range(PAGE_UNIT):
-                block[at + lane] = source[d, offset + lane]
+        origin = (int64(table[unit // page]) * kv_heads + kv_head) * depth * page + unit % page
+        source = element_address(k_pages, origin)
+        target = element_address(block, unit - start)
+        for d in range(depth):
+            copy_eight(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
 
 
 @device_function
 def _gather_values(v_pages, table, kv_head, start, count, block, padded):
     """Copy values ``start .. start + count`` to ``block`` [64, padded]; columns past D are +0."""
-    page, depth = v_pages.shape[2], v_pages.shape[3]
+    kv_heads, page, depth = v_pages.shape[1], v_pages.shape[2], v_pages.shape[3]
     for j in range(count):
-        source = v_pages[table[(start + j) // page], kv_head, (start + j) % page]
-        for d in range(depth):
-            block[j * padded + d] = source[d]
+        key = start + j
+        origin = ((int64(table[key // page]) * kv_heads + kv_head) * page + key % page) * depth
+        source, target = element_address(v_pages, origin), element_address(block, j * padded)
+        whole = depth // 8 * 8
+        for d in range(0, whole, 8):
+            copy_eight(source + 4 * d, target + 4 * d)
+        row = block[j * padded : (j + 1) * padded]
+        for d in range(whole, depth):
+            row[d] = v_pages[table[key // page], kv_head, key % page, d]
         for d in range(depth, padded):
-            block[j * padded + d] = f32(0.0)
+            row[d] = f32(0.0)
 
 
 @device_function
@@ -288,10 +292,10 @@ def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: W
         raise ContractError(
             f"append_kv: k {k.shape} and v {v.shape} should both be {expected} for these slots and pages"
         )
-    if slots.size and not (0 <= int(slots.min()) and int(slots.max()) < k_pages.shape[0] * page):
+    if slots.size and not (int(slots.min()) >= 0 and int(slots.max()) < k_pages.shape[0] * page):
         raise ContractError(
-            f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} slots "
-            f"of {k_pages.shape[0]} pages of {page}"
+            f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} "
+            f"slots of {k_pages.shape[0]} pages of {page}"
         )
     if slots.size:
         workers.run(_append, slots.shape[0], k, v, k_pages, v_pages, slots, grain=32)

@@ -29,7 +29,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 @intrinsic
-def element_address(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+def element_address(typing_context: Any, array: Any, index: Any) -> Any:
     """Address (int64) of element ``index`` counted from the first one of a C-contiguous float32 array."""
     if not isinstance(array, types.Array) or array.dtype != types.float32 or array.layout != "C":
         return None
@@ -123,7 +123,7 @@ def _emit_tile(builder: Any, rows: int, vectors: int, arguments: Any) -> None:
 
 @intrinsic
 def _tile(
-    typing_context: Any,  # noqa: ARG001
+    typing_context: Any,
     variant: Any,
     a: Any,
     a_row: Any,
@@ -158,7 +158,7 @@ def _tile(
     return types.void(*arguments), codegen
 
 
-@numba.njit(nogil=True, error_model="numpy", fastmath=False)
+@numba.njit(nogil=True, error_model="numpy", fastmath=False, forceinline=False)
 def chain_block(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth, fresh):
     """``c[r, n]`` continues (from +0 if ``fresh``) the chain over k of ``fma(a[r, k], b[k, n], c[r, n])``.
 
@@ -193,7 +193,7 @@ def chain_block(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth, f
 
 
 @intrinsic
-def block_maximum(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+def block_maximum(typing_context: Any, address: Any) -> Any:
     """The contract's ``max`` over the 64 float32 at ``address`` (NaN if any is NaN; +0 over -0; any order)."""
     if address != types.int64:
         return None
@@ -210,3 +210,18 @@ def block_maximum(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
         return builder.call(reduce, values)
 
     return types.float32(address), codegen
+
+
+@intrinsic
+def copy_eight(typing_context: Any, source: Any, target: Any) -> Any:
+    """Copy eight float32 between addresses in one load and one store (LLVM cannot know that they do not overlap)."""
+    if source != types.int64 or target != types.int64:
+        return None
+    pointer = ir.VectorType(_FLOAT, 8).as_pointer()
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        values = builder.load(builder.inttoptr(arguments[0], pointer), align=4)
+        builder.store(values, builder.inttoptr(arguments[1], pointer), align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, target), codegen
