@@ -1,0 +1,107 @@
+"""One sequence while the engine works on it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.rollout.native.blocks import ROOT, BlockKey
+from vime.rollout.native.stops import StopStrings
+from vime.types import FinishReason, GeneratedSample, RolloutRequest, VersionRun
+
+TOKEN_RECORD = np.dtype(
+    [
+        ("token", np.int64),
+        ("logprob", np.float32),
+        ("entropy", np.float32),
+        ("digest", np.uint64, (2,)),
+        ("version", np.int64),
+        ("kv_oldest", np.int64),
+        ("kv_newest", np.int64),
+        ("sampled_at", np.float64),
+    ]
+)
+_FIRST_CAPACITY = 32
+
+
+class SequenceState:
+    """Tokens, records of the generated ones, blocks, and the row among the running sequences (-1 while waiting)."""
+
+    def __init__(self, request: RolloutRequest, limit: int, stops: StopStrings | None) -> None:
+        self.request = request
+        self.prompt_length = len(request.prompt_token_ids)
+        self.limit = limit
+        self.stop_token_ids = frozenset(request.params.stop_token_ids)
+        self.stops = stops
+        self.tokens = np.empty(self.prompt_length + min(request.params.max_new_tokens, _FIRST_CAPACITY), np.int64)
+        self.tokens[: self.prompt_length] = request.prompt_token_ids
+        self.length = self.prompt_length
+        self.records = np.empty(0, TOKEN_RECORD)
+        self.row = -1
+        self.blocks: list[int] = []
+        self.registered = 0
+        self.preemptions = 0
+        self.cached_prompt_tokens: int | None = None
+        self._keys: list[BlockKey] = []
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens."""
+        return self.length - self.prompt_length
+
+    def keys(self, count: int, block_size: int) -> list[BlockKey]:
+        """Content keys of the first ``count`` full blocks."""
+        while len(self._keys) < count:
+            first = len(self._keys) * block_size
+            parent = self._keys[-1].digest if self._keys else ROOT
+            self._keys.append(BlockKey.of(parent, self.tokens[first : first + block_size]))
+        return self._keys[:count]
+
+    def append(self, record: NDArray[np.void], token: int) -> FinishReason | None:
+        """Keep a sampled token; returns why the sequence ends with it, or None."""
+        count = self.length - self.prompt_length
+        if count == len(self.records):
+            self.records = np.concatenate([self.records, np.empty(max(count, _FIRST_CAPACITY), TOKEN_RECORD)])
+        if self.length == len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.empty(count + _FIRST_CAPACITY, np.int64)])
+        self.records[count] = record
+        self.tokens[self.length] = token
+        self.length += 1
+        if token in self.stop_token_ids or (self.stops is not None and self.stops.push(token) is not None):
+            return "stop"
+        if count + 1 == self.request.params.max_new_tokens:
+            return "length"
+        return "context" if self.length == self.limit else None
+
+    def sample(self, reason: FinishReason, engine_id: str, text: str) -> GeneratedSample:
+        """The finished sample."""
+        records = self.records[: self.generated]
+        columns = {name: np.ascontiguousarray(records[name]) for name in ("logprob", "digest", "entropy", "sampled_at")}
+        return GeneratedSample(
+            sample_id=self.request.sample_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=tuple(records["token"].tolist()),
+            logprobs=columns["logprob"],
+            digests=columns["digest"],
+            entropies=columns["entropy"],
+            sampled_at=columns["sampled_at"],
+            versions=version_runs(records),
+            finish_reason=reason,
+            engine_id=engine_id,
+            text=text,
+            preemptions=self.preemptions,
+            cached_prompt_tokens=self.cached_prompt_tokens or 0,
+        )
+
+
+def version_runs(records: NDArray[np.void]) -> tuple[VersionRun, ...]:
+    """Run lengths of (version, oldest and newest version of the KV read) over the records of generated tokens."""
+    if not len(records):
+        return ()
+    columns = np.stack([records["version"], records["kv_oldest"], records["kv_newest"]], axis=1)
+    firsts = np.concatenate([[0], np.flatnonzero((columns[1:] != columns[:-1]).any(axis=1)) + 1])
+    counts = np.diff(np.concatenate([firsts, [len(records)]]))
+    return tuple(
+        VersionRun(count, *(int(value) for value in columns[first]))
+        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True)
+    )
