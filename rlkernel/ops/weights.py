@@ -200,3 +200,8 @@ def plain_manifest(tensors: Mapping[str, torch.Tensor], dtype: str, workers: Wor
         raw = tensor.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else tensor.numpy()
         entries.append(TensorEntry(name, tuple(tensor.shape), dtype, tensor_digest(raw, workers)))
     return entries
+
+
+def tensors_manifest_digest(tensors: Mapping[str, torch.Tensor], dtype: str, workers: Workers) -> str:
+    """Manifest digest of plain logical tensors."""
+    return manifest_digest(plain_manifest(tensors, dtype, workers))
