@@ -53,9 +53,7 @@ def swiglu(gate: Float32, up: Float32, workers: Workers, bf16: bool) -> Float32:
     return out
 
 
-def swiglu_backward(
-    dy: Float32, gate: Float32, up: Float32, workers: Workers, bf16: bool
-) -> tuple[Float32, Float32]:
+def swiglu_backward(dy: Float32, gate: Float32, up: Float32, workers: Workers, bf16: bool) -> tuple[Float32, Float32]:
     """Gradients of :func:`swiglu` for the gradient ``dy`` of its result; all arrays have one shape.
 
     Returns:

@@ -19,17 +19,15 @@ from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.primitives import (
     LN2,
     LOG2E,
-    bits_float_signed,
     cast,
     digest_first,
     digest_second,
     exp2_full,
     float_bits,
-    float_bits_signed,
     fma,
     log2_full,
 )
-from rlkernel.kernels.cpu.reductions import tree
+from rlkernel.kernels.cpu.reductions import LOWEST_KEY, key_value, order_key, tree
 from rlkernel.kernels.cpu.threads import Workers
 
 LEAF = 128
@@ -49,22 +47,6 @@ class RowStatistics:
     logprob: Float32
     entropy: Float32
     digest: npt.NDArray[np.uint64]
-
-
-@device_function
-def order_key(x):
-    """An int32 that orders float32 as ``max`` does: -0 below +0. Only for values that are not NaN."""
-    bits = float_bits_signed(x)
-    return i32(bits ^ (i32(bits >> i32(31)) & i32(0x7FFFFFFF)))
-
-
-@device_function
-def key_value(key):
-    """The float32 that has this :func:`order_key`."""
-    return bits_float_signed(i32(key ^ (i32(key >> i32(31)) & i32(0x7FFFFFFF))))
-
-
-LOWEST_KEY = np.int32(-0x7F800001)  # order_key(-inf)
 
 
 @device_function
@@ -230,7 +212,7 @@ def row_statistics(
     """
     rounded = _check("row_statistics", z, temperature, targets)
     if shards < 1 or shards & (shards - 1):
-        raise ContractError(f"the vocabulary is cut into {shards} shards; a power of two is required (a tree adds them)")
+        raise ContractError(f"the vocabulary is cut into {shards} shards; a tree adds them: it must be a power of two")
     rows = z.shape[0]
     out = np.empty((4, rows), dtype=np.float32)
     digest = np.empty((rows, 2), dtype=np.uint64)

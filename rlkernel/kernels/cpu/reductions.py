@@ -1,4 +1,4 @@
-"""The two reductions of the contract as helpers that kernels inline: ``lane_sum`` and ``tree``.
+"""The reductions of the contract as helpers that kernels inline: ``lane_sum``, ``tree`` and keys for ``max``.
 
 ``tree`` adds neighbours pairwise, lower index on the left. The helpers ping-pong between two buffers, so that a level
 reads one buffer and writes the other: LLVM then vectorises it, and the bits stay those of the definition.
@@ -9,12 +9,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from numba import float32 as f32
+from numba import int32 as i32
 
 from rlkernel.kernels.cpu.jit import device_function
-from rlkernel.kernels.cpu.primitives import fma
+from rlkernel.kernels.cpu.primitives import bits_float_signed, float_bits_signed, fma
 
 LANES = 256
 """The largest number of lanes of ``lane_sum``: how long the two buffers of a kernel must be."""
+
+
+@device_function
+def order_key(x):
+    """An int32 that orders float32 as ``max`` does: -0 below +0. Only for values that are not NaN."""
+    bits = float_bits_signed(x)
+    return i32(bits ^ (i32(bits >> i32(31)) & i32(0x7FFFFFFF)))
+
+
+@device_function
+def key_value(key):
+    """The float32 that has this :func:`order_key`."""
+    return bits_float_signed(i32(key ^ (i32(key >> i32(31)) & i32(0x7FFFFFFF))))
+
+
+LOWEST_KEY = np.int32(-0x7F800001)  # order_key(-inf)
 
 
 @device_function
