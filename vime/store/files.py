@@ -1,0 +1,106 @@
+"""Durable files: what is on disk after these functions return survives a crash of the process and of the machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vime.errors import Interrupted
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "the file-size limit is reached",
+}
+
+
+def disk_error(error: OSError, what: str) -> Interrupted:
+    """The sentence for a failed write of ``what``; the run can be resumed once the cause is gone."""
+    cause = _FULL.get(error.errno or 0, error.strerror or str(error))
+    return Interrupted(f"writing {what} failed: {cause}. Nothing that was announced is lost; make room, then resume.")
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn an OSError of the block into Interrupted with a sentence that names ``what`` was being written."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, what) from error
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries (creations, renames, deletions) durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make every file and folder under ``folder``, itself included, durable."""
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            descriptor = os.open(os.path.join(root, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_folder(Path(root))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a small file atomically: readers see the old or the new content, never a part.
+
+    Raises Interrupted when the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(str(path)):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+def publish_folder(staged: Path, final: Path) -> None:
+    """Make a finished folder durable and move it into place as a whole, replacing what is there.
+
+    ``staged`` and ``final`` are on one file system. The replaced folder is moved aside first, so that at no moment
+    a mixture of both can be read.
+    """
+    fsync_tree(staged)
+    replaced = staged.with_name(staged.name + ".replaced")
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(staged, final)
+    fsync_folder(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def retire_folder(folder: Path, staging: Path) -> None:
+    """Delete a folder so that a crash half way leaves nothing that looks like it: it is moved aside first."""
+    aside = staging / f"retired-{folder.name}"
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.replace(folder, aside)
+    fsync_folder(folder.parent)
+    shutil.rmtree(aside)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
