@@ -1,0 +1,156 @@
+"""AdamW with a float32 master: configuration, state, and one update from gradients to the model's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlkernel.contract.canonical import float64_bits
+from rlkernel.contract.schedules import BetaPowers, Schedule
+from rlkernel.errors import ContractError, NumericsError
+from rlkernel.kernels.cpu.convert import as_float32, from_float32
+from rlkernel.kernels.cpu.optimizer import AdamWScalars, adamw, clip_factor, gradient_norm
+from rlkernel.kernels.cpu.threads import Workers
+from vime.errors import InputError
+
+Arrays = dict[str, NDArray[np.float32]]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW. ``weight_decay`` applies to every tensor alike; ``max_grad_norm`` may be infinite (no clipping).
+
+    The schedule counts optimizer updates from 0.
+    """
+
+    schedule: Schedule
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InputError(f"optimizer {name} = {getattr(self, name)!r}: a number in [0, 1) is needed")
+        if not np.float32(self.eps) > 0:
+            raise InputError(f"optimizer eps = {self.eps!r}: a number above 0 in float32 is needed")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise InputError(f"optimizer weight_decay = {self.weight_decay!r}: a finite number, 0 or more, is needed")
+        if not np.float32(self.max_grad_norm) > 0:
+            raise InputError(f"optimizer max_grad_norm = {self.max_grad_norm!r}: a number above 0 is needed")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, numbers as bit patterns: what a checkpoint is compared by."""
+        return {
+            "kind": "adamw",
+            "schedule": self.schedule.digest(),
+            **{n: float64_bits(getattr(self, n)) for n in ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm")},
+        }
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """All that the next update depends on, beside the configuration. Arrays float32 by logical name."""
+
+    master: Arrays
+    moment1: Arrays
+    moment2: Arrays
+    powers: BetaPowers
+
+
+class AdamW:
+    """The optimizer of one trainer; the master starts as the exact float32 of the model's weights."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: Literal["float32", "bfloat16"],
+        workers: Workers,
+    ) -> None:
+        self.config = config
+        self._dtype, self._workers = TORCH_DTYPES[dtype], workers
+        self._master: Arrays = {name: as_float32(tensors[name]).copy() for name in sorted(tensors)}
+        self._moment1: Arrays = {name: np.zeros_like(value) for name, value in self._master.items()}
+        self._moment2: Arrays = {name: np.zeros_like(value) for name, value in self._master.items()}
+        self._powers = BetaPowers(config.beta1, config.beta2)
+
+    @property
+    def updates(self) -> int:
+        """Updates done."""
+        return self._powers.updates
+
+    def update(self, gradients: Mapping[str, NDArray[np.float32]]) -> tuple[float, float, dict[str, torch.Tensor]]:
+        """One update; returns (gradient norm before clipping, learning rate, the model's new weights).
+
+        Raises:
+            ContractError: gradients are missing or belong to no tensor.
+            NumericsError: the norm is not finite, naming the first tensor with such a gradient. Nothing is changed.
+        """
+        if set(gradients) != set(self._master):
+            raise ContractError(
+                f"gradients are missing for {sorted(set(self._master) - set(gradients))}, and these belong to no "
+                f"tensor: {sorted(set(gradients) - set(self._master))}"
+            )
+        norm = gradient_norm(gradients, self._workers)
+        if not np.isfinite(norm):
+            raise NumericsError(f"update {self.updates}: the gradient norm is {norm}; {_blame(gradients)}")
+        powers = self._powers.advance()
+        correction1, correction2 = powers.corrections()
+        learning_rate = self.config.schedule.learning_rate(self.updates)
+        scalars = AdamWScalars(
+            lr=np.float32(learning_rate),
+            beta1=np.float32(self.config.beta1),
+            beta2=np.float32(self.config.beta2),
+            one_minus_beta1=np.float32(1.0 - self.config.beta1),
+            one_minus_beta2=np.float32(1.0 - self.config.beta2),
+            correction1=np.float32(correction1),
+            correction2=np.float32(correction2),
+            eps=np.float32(self.config.eps),
+            weight_decay=np.float32(self.config.weight_decay),
+            clip=clip_factor(norm, self.config.max_grad_norm),
+        )
+        bf16 = self._dtype == torch.bfloat16
+        weights = {
+            name: from_float32(
+                adamw(master, self._moment1[name], self._moment2[name], gradients[name], scalars, self._workers, bf16),
+                self._dtype,
+            )
+            for name, master in self._master.items()
+        }
+        self._powers = powers
+        return float(norm), learning_rate, weights
+
+    def state(self) -> AdamWState:
+        """The state as it is now (the arrays themselves; a writer copies or writes them before the next update)."""
+        return AdamWState(self._master, self._moment1, self._moment2, self._powers)
+
+    def restore(self, state: AdamWState) -> None:
+        """Take another state. Raises InputError if the powers of the betas are not those of its update count."""
+        expected = BetaPowers.at(self.config.beta1, self.config.beta2, state.powers.updates)
+        if expected != state.powers:
+            raise InputError(
+                f"the checkpoint has beta powers {state.powers.power1.hex()} and {state.powers.power2.hex()} after "
+                f"{state.powers.updates} updates; they have to be {expected.power1.hex()} and {expected.power2.hex()}"
+            )
+        self._master = {name: state.master[name].copy() for name in sorted(state.master)}
+        self._moment1 = {name: state.moment1[name].copy() for name in self._master}
+        self._moment2 = {name: state.moment2[name].copy() for name in self._master}
+        self._powers = state.powers
+
+
+def _blame(gradients: Mapping[str, NDArray[np.float32]]) -> str:
+    for name in sorted(gradients):
+        bad = np.flatnonzero(~np.isfinite(gradients[name]))
+        if len(bad):
+            return f"the gradient of {name} is {gradients[name].flat[bad[0]]} at element {int(bad[0])}"
+    return "every gradient is finite, but their squares overflow float32"
