@@ -145,7 +145,7 @@ class _Codecs:
 
 
 @cache
-def _codecs(kind: Any) -> _Codecs:
+def _build_codecs(kind: Any) -> _Codecs:
     hints = get_type_hints(kind)
     parts: dict[bool, list[_Codec]] = {False: [], True: []}
     required = set()
@@ -157,6 +157,11 @@ def _codecs(kind: Any) -> _Codecs:
         if item.default is MISSING and item.default_factory is MISSING:
             required.add(item.name)
     return _Codecs(tuple(parts[False]), tuple(parts[True]), frozenset(required))
+
+
+def _codecs(kind: type[Event]) -> _Codecs:
+    key: Any = kind  # a class is hashable even where its instances are not
+    return _build_codecs(key)
 
 
 def _codec(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

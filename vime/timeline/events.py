@@ -305,6 +305,9 @@ class Decision(Event):
 
 # -------------------------------------------------------------------------------------------------- steps
 
+OBSERVED_IN_REPORTS = ("tokens_per_s", "peak_memory_bytes", "time_s")
+"""Fields of a step report that the same bits may come with in any value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAssigned(Event):
@@ -367,10 +370,19 @@ class StepTrained(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFinished(Event):
-    """The step is closed. ``observed`` holds ``time_s``, ``tokens_per_s`` and ``peak_memory_bytes``."""
+    """The step is closed, with its report. What a clock measured of it (``OBSERVED_IN_REPORTS``) is in ``observed``."""
 
     type: ClassVar[str] = "step_finished"
     step: int
+    report: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> StepFinished:
+        """The event of a step report, given as plain data under the exact names."""
+        seen = {name: report[name] for name in OBSERVED_IN_REPORTS if name in report}
+        return cls(
+            step=report["step"], report={k: v for k, v in report.items() if k not in seen}, observed={"report": seen}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

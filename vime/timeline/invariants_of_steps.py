@@ -19,6 +19,15 @@ from vime.timeline.state import State, StepState
 OWN_FORWARDS = ("trainer_score", "trainer_forward")
 """Cases in which the trainer evaluates tokens itself."""
 
+REPORTED_COUNTS = (
+    "num_tokens",
+    "compared_tokens",
+    "incomparable_tokens",
+    "mismatch_count",
+    "distribution_mismatch_count",
+)
+"""What a report repeats of the comparison."""
+
 
 def assigned(state: State, event: BatchAssigned) -> None:
     """Samples of a batch are finished, rewarded, whole groups, in sample order, fresh enough, and in no other step."""
@@ -130,6 +139,10 @@ def finished(state: State, event: StepFinished) -> None:
     step = _step(state, event.step)
     missing = [name for name in ("arrays", "compared", "trained") if getattr(step, name) is None]
     require(not missing, f"step {event.step} is not complete: {', '.join(missing)} missing")
+    if step.compared is not None:
+        for name in ("step", *REPORTED_COUNTS):
+            counted, reported = getattr(step.compared, name), event.report.get(name)
+            require(counted == reported, f"the report says {name} {reported}, the comparison {counted} (invariant 6)")
     latest = state.latest_version
     digest = step.trained.weights_digest if step.trained is not None else ""
     require(

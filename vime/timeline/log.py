@@ -166,9 +166,10 @@ def _refuse_damage_in_the_middle(content: bytes, offset: int, number: int) -> No
     rest = list(_lines(content[offset:]))
     for later, line in enumerate(rest[1:], start=number + 1):
         if _intact(line):
+            shown = rest[0][:120].decode("utf-8", "replace")
             raise InvariantViolation(
-                f"line {number} of the log (byte {offset}) does not match its checksum, but line {later} does: the event "
-                f"was altered after it was written; the line begins with {rest[0][:120].decode('utf-8', 'replace')!r}"
+                f"line {number} of the log (byte {offset}) does not match its checksum, but line {later} does: the "
+                f"event was altered after it was written; the line begins with {shown!r}"
             )
 
 

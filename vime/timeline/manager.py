@@ -172,7 +172,7 @@ class Timeline:
         return replace(event, observed={"at": self._clock(), **event.observed})
 
     def decide(self, kind: str, key: str, function: Callable[[], Any]) -> Any:
-        """A value that depends on a clock, on arrival or on a user's function: logged, never computed again in a replay.
+        """A value that depends on a clock, on arrival or on a user's function: logged, never computed twice.
 
         ``key`` names one decision of the whole run (put the step or sample into it). The value is plain data;
         sequences come back as tuples.
@@ -187,7 +187,7 @@ class Timeline:
     def give_reward(
         self, sample_id: SampleId, source: str, function: Callable[[], tuple[float, Mapping[str, float]]]
     ) -> RewardGiven:
-        """Reward a sample with what ``function`` returns (reward, components), in a replay with what it returned then."""
+        """Reward a sample with what ``function`` returns (reward, components), in a replay with what it returned."""
         draft = RewardGiven(sample_id=sample_id, source=source, reward=0.0)
         logged = self._logged_free(draft)
         if logged is None:
