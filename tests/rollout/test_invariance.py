@@ -33,7 +33,7 @@ SCHEDULES = {
     "no prefix cache": {"prefix_caching": False},
     "few blocks": {"num_blocks": 9},
     "few blocks, no prefix cache": {"num_blocks": 11, "prefix_caching": False, "max_num_seqs": 20},
-    "few blocks, chunks": {"num_blocks": 8, "max_batched_tokens": 7},
+    "few blocks, chunks": {"num_blocks": 9, "max_batched_tokens": 7},
 }
 
 
