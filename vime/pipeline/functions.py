@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -226,7 +227,6 @@ def accepts(declared: Any, given: Any) -> bool:
 
 
 def type_name(kind: Any) -> str:
+    """A type as people write it, without the modules it comes from."""
     text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    for prefix in ("collections.abc.", "typing.", "vime.types."):
-        text = text.replace(prefix, "")
-    return text
+    return re.sub(r"\b[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", text)

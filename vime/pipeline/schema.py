@@ -163,7 +163,8 @@ class Loss(Section):
 
 
 class Optimizer(Section):
-    """AdamW. The schedule runs over all updates of the run: warm-up from 0, then constant, linear or cosine."""
+    """AdamW. The schedule runs over all updates of the run: ``warmup_updates`` rising linearly, then constant, or
+    falling to ``final_fraction`` of ``learning_rate`` linearly or along half a cosine."""
 
     learning_rate: float = Field(gt=0.0)
     betas: tuple[
@@ -173,12 +174,13 @@ class Optimizer(Section):
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_updates: int = Field(default=0, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
 
 
 class Train(Section):
-    """Optimizer updates. A step's groups are cut, in order, into ``mini_batches`` equal parts of one update each.
+    """Optimizer updates. A step's groups are cut, in order, into ``updates_per_step`` equal parts of one update each.
 
     ``micro_batch_samples`` whole sequences go through the model at a time (gradient accumulation).
     ``require_full_distribution`` refuses sampling that removes candidates (top-k, top-p).
@@ -187,7 +189,7 @@ class Train(Section):
     trainer: Literal["native"] = "native"
     loss: Loss = Loss()
     optimizer: Optimizer
-    mini_batches: Count = 1
+    updates_per_step: Count = 1
     micro_batch_samples: Count = Field(default=64, json_schema_extra=_NO_BITS)
     activation_checkpointing: bool = Field(default=False, json_schema_extra=_NO_BITS)
     require_full_distribution: bool = True

@@ -7,14 +7,16 @@ from types import MappingProxyType
 
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
-        "reverse_digits": "vime.tasks.reverse_digits.rows",
+        "complement_digits": "vime.tasks.digits.complement_rows",
+        "reverse_digits": "vime.tasks.digits.reverse_rows",
         "arithmetic": "vime.tasks.arithmetic.rows",
         "jsonl": "vime.tasks.jsonl.rows",
     }
 )
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
-        "reverse_digits": "vime.tasks.reverse_digits.reward",
+        "complement_digits": "vime.tasks.digits.reward",
+        "reverse_digits": "vime.tasks.digits.reward",
         "arithmetic": "vime.tasks.arithmetic.reward",
         "exact_match": "vime.tasks.jsonl.exact_match",
     }

@@ -1,4 +1,8 @@
-"""Reverse the digits of a number: ``3816=`` wants ``6183``. Small enough to learn in a minute from random weights."""
+"""Digit strings: small tasks that a model learns from random weights within a minute.
+
+``complement_digits`` wants every digit d replaced by 9 - d (``3816=`` gives ``6183``). ``reverse_digits`` wants the
+digits in reverse order, which is harder for rotary positions: the distance to look back changes with every digit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,18 @@ from vime.tasks.permutation import permutation
 from vime.types import GeneratedSample, Namespace, Prompt
 
 
-def rows(namespace: Namespace, *, digits: int = 4, held_out: int = 500) -> Sequence[Mapping[str, Any]]:
+def complement_rows(namespace: Namespace, *, digits: int = 4, held_out: int = 500) -> Sequence[Mapping[str, Any]]:
+    """Rows of ``complement_digits``: see :func:`split_numbers`."""
+    numbers = split_numbers(namespace, digits, held_out)
+    return [{"text": f"{n}=", "answer": "".join(str(9 - int(d)) for d in n)} for n in numbers]
+
+
+def reverse_rows(namespace: Namespace, *, digits: int = 4, held_out: int = 500) -> Sequence[Mapping[str, Any]]:
+    """Rows of ``reverse_digits``: see :func:`split_numbers`."""
+    return [{"text": f"{n}=", "answer": n[::-1]} for n in split_numbers(namespace, digits, held_out)]
+
+
+def split_numbers(namespace: Namespace, digits: int, held_out: int) -> list[str]:
     """All 10^digits numbers, leading zeros kept, split once and for all into training and ``held_out`` numbers.
 
     Raises:
@@ -23,10 +38,9 @@ def rows(namespace: Namespace, *, digits: int = 4, held_out: int = 500) -> Seque
         raise InputError(
             f"held_out = {held_out}: {digits} digits make {total} prompts, and some must be left to train on"
         )
-    order = permutation(total, "reverse_digits split")
+    order = permutation(total, "digits split")
     chosen = order[:held_out] if namespace == "eval" else order[held_out:]
-    numbers = (f"{value:0{digits}d}" for value in sorted(chosen))
-    return [{"text": f"{number}=", "answer": number[::-1]} for number in numbers]
+    return [f"{value:0{digits}d}" for value in sorted(chosen)]
 
 
 def reward(prompt: Prompt, sample: GeneratedSample, text: str) -> float:
