@@ -17,7 +17,7 @@ from numba import uint32
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import device_function, kernel
-from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile, prefetch_for_write
+from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
 from rlkernel.kernels.cpu.primitives import bits_float, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -25,6 +25,9 @@ Array = np.ndarray[Any, Any]
 
 _DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
 _GROUP_BLOCKS = 16  # row blocks that share one leaf buffer
+_PACK_PANELS = 16  # panels that are packed together: 4 KiB of a row at the widest panel
+_GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-level cache meanwhile
+_GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
 _EMPTY = np.zeros(0, np.float32)
 # Estimates that only decide when a second thread pays (waking one costs about 30 us).
 _TASK_NANOSECONDS = 25_000.0
@@ -86,27 +89,29 @@ def _pack_rows_bfloat16(first, last, w, data):
 @kernel
 def _pack_columns_float32(first, last, w, data):
     depth, rows = w.shape
-    for p in range(first, last):
-        base = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, rows - base)
+    for p_base in range(first, last, _PACK_PANELS):  # reads then go along rows, page after page
         for k in range(depth):
-            for j in range(width):
-                data[p, k, j] = w[k, base + j]
-            for j in range(width, PANEL_WIDTH):
-                data[p, k, j] = f32(0.0)
+            for p in range(p_base, min(p_base + _PACK_PANELS, last)):
+                base = p * PANEL_WIDTH
+                width = min(PANEL_WIDTH, rows - base)
+                for j in range(width):
+                    data[p, k, j] = w[k, base + j]
+                for j in range(width, PANEL_WIDTH):
+                    data[p, k, j] = f32(0.0)
 
 
 @kernel
 def _pack_columns_bfloat16(first, last, w, data):
     depth, rows = w.shape
-    for p in range(first, last):
-        base = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, rows - base)
+    for p_base in range(first, last, _PACK_PANELS):  # reads then go along rows, page after page
         for k in range(depth):
-            for j in range(width):
-                data[p, k, j] = bits_float(uint32(uint32(w[k, base + j]) << uint32(16)))
-            for j in range(width, PANEL_WIDTH):
-                data[p, k, j] = f32(0.0)
+            for p in range(p_base, min(p_base + _PACK_PANELS, last)):
+                base = p * PANEL_WIDTH
+                width = min(PANEL_WIDTH, rows - base)
+                for j in range(width):
+                    data[p, k, j] = bits_float(uint32(uint32(w[k, base + j]) << uint32(16)))
+                for j in range(width, PANEL_WIDTH):
+                    data[p, k, j] = f32(0.0)
 
 
 @kernel
@@ -323,32 +328,43 @@ def matmul(
 
 
 @kernel
-def _weight_gradient(first, last, dy, rows, tokens, blocks, x, columns, grad):
-    """Tasks first..last, task = panel * blocks + row block; chains over tokens continue in grad. All arrays flat."""
-    buffer = np.empty(MAX_ROWS * PANEL_WIDTH, np.float32)
+def _weight_gradient(first, last, dy, rows, tokens, x, columns, column_parts, grad):
+    """Tasks first..last, task = group of panels of x * panels of dy + panel of dy. Panels packed; all arrays flat."""
+    row_panels = -(-rows // PANEL_WIDTH)
+    panels = -(-columns // PANEL_WIDTH)
+    ragged = np.empty(MAX_ROWS * PANEL_WIDTH, np.float32)
     for task in range(first, last):
-        p = task // blocks
-        block = task - p * blocks
-        column = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, columns - column)
-        row = rows * block // blocks
-        count = rows * (block + 1) // blocks - row
-        b_base = p * tokens * PANEL_WIDTH
-        if block + 1 < blocks:
-            for r in range(row + count, min(rows, row + count + MAX_ROWS)):
-                for j in range(0, PANEL_WIDTH, 16):
-                    prefetch_for_write(grad, r * columns + column + j)
-        if width == PANEL_WIDTH:
-            fma_tile(count, dy, row, 1, rows, x, b_base, grad, row * columns + column, columns, tokens, True)
-        else:
-            for r in range(count):
-                for j in range(PANEL_WIDTH):
-                    inside = j < width
-                    buffer[r * PANEL_WIDTH + j] = grad[(row + r) * columns + column + j] if inside else f32(0.0)
-            fma_tile(count, dy, row, 1, rows, x, b_base, buffer, 0, PANEL_WIDTH, tokens, True)
-            for r in range(count):
-                for j in range(width):
-                    grad[(row + r) * columns + column + j] = buffer[r * PANEL_WIDTH + j]
+        group = task // row_panels
+        row_panel = task - group * row_panels
+        panel_first, panel_last = panels * group // column_parts, panels * (group + 1) // column_parts
+        row_first = row_panel * PANEL_WIDTH
+        panel_rows = min(PANEL_WIDTH, rows - row_first)
+        tiles = -(-panel_rows // MAX_ROWS)
+        for t_first in range(0, tokens, _DEPTH_BLOCK):
+            t_count = min(_DEPTH_BLOCK, tokens - t_first)
+            dy_base = (row_panel * tokens + t_first) * PANEL_WIDTH
+            for tile in range(tiles):
+                r = panel_rows * tile // tiles
+                count = panel_rows * (tile + 1) // tiles - r
+                for p in range(panel_first, panel_last):
+                    column = p * PANEL_WIDTH
+                    width = min(PANEL_WIDTH, columns - column)
+                    place = (row_first + r) * columns + column
+                    x_base = (p * tokens + t_first) * PANEL_WIDTH
+                    if width == PANEL_WIDTH:
+                        fma_tile(
+                            count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, grad, place, columns, t_count, True
+                        )
+                        continue
+                    for i in range(count):
+                        for j in range(PANEL_WIDTH):
+                            ragged[i * PANEL_WIDTH + j] = grad[place + i * columns + j] if j < width else f32(0.0)
+                    fma_tile(
+                        count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, ragged, 0, PANEL_WIDTH, t_count, True
+                    )
+                    for i in range(count):
+                        for j in range(width):
+                            grad[place + i * columns + j] = ragged[i * PANEL_WIDTH + j]
 
 
 def weight_gradient(dy: Array, x: Array, grad: Array, workers: Workers) -> None:
@@ -362,18 +378,27 @@ def weight_gradient(dy: Array, x: Array, grad: Array, workers: Workers) -> None:
     Raises:
         ContractError: shapes or dtypes do not fit.
     """
-    tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
-    _check_float32("dy of a weight gradient", dy, (tokens, rows))
-    _check_float32("x of a weight gradient", x, (tokens, columns))
+    if dy.ndim != 2 or x.ndim != 2:
+        raise ContractError(f"dy and x of a weight gradient have 2 axes, not {dy.ndim} and {x.ndim}")
+    all_tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
+    _check_float32("dy of a weight gradient", dy, (all_tokens, rows))
+    _check_float32("x of a weight gradient", x, (all_tokens, columns))
     _check_float32("the weight gradient", grad, (rows, columns))
-    if tokens == 0 or rows == 0 or columns == 0:
+    if rows == 0 or columns == 0:
         return
-    packed = pack_columns(x, workers)
-    blocks = -(-rows // MAX_ROWS)
-    workers.run(
-        _weight_gradient, packed.data.shape[0] * blocks, dy.reshape(-1), rows, tokens, blocks,
-        packed.data.reshape(-1), columns, grad.reshape(-1), grain=_grain(MAX_ROWS, tokens),
-    )  # fmt: skip
+    step = max(_DEPTH_BLOCK, _GRADIENT_SCRATCH // max(rows, columns))
+    for start in range(0, all_tokens, step):
+        tokens = min(step, all_tokens - start)
+        packed_dy = pack_columns(dy[start : start + tokens], workers).data
+        packed_x = pack_columns(x[start : start + tokens], workers).data
+        group = max(1, _GRADIENT_CACHE // (PANEL_WIDTH * min(tokens, _DEPTH_BLOCK)))
+        column_parts = -(-packed_x.shape[0] // group)
+        panels_of_part = -(-packed_x.shape[0] // column_parts)
+        workers.run(
+            _weight_gradient, column_parts * packed_dy.shape[0], packed_dy.reshape(-1), rows, tokens,
+            packed_x.reshape(-1), columns, column_parts, grad.reshape(-1),
+            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),
+        )  # fmt: skip
 
 
 @kernel

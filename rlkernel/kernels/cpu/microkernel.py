@@ -24,7 +24,7 @@ _BOOL = ir.IntType(1)
 
 MAX_ROWS = 6  # rows of a tile: 6 x 4 accumulators, 4 vectors of b and a broadcast fit 32 registers (6 x 2: 16)
 _CACHE_LINE = 16  # float32 in 64 bytes
-_PREFETCH_DISTANCE = 24  # k-steps ahead; only for tiles of few rows, which are bound by the memory
+_PREFETCH_DISTANCE = 16  # k-steps ahead; only for tiles of few rows, which are bound by the memory
 
 
 def vector_shape(features: str) -> tuple[int, int]:
