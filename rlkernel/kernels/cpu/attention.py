@@ -9,25 +9,37 @@ the contract; page size, query tile and threads are not.
 from __future__ import annotations
 
 from decimal import Decimal, localcontext
-from typing import Any
 
 import numpy as np
 from numba import float32 as f32
 from numba import int64
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu.attention_tile import LANES, ROWS, block_maximum, chain_block, copy_eight, element_address
+from rlkernel.kernels.cpu.attention_pages import (
+    F32,
+    I32,
+    I64,
+    append_kv,
+    gather_keys,
+    gather_values,
+    page_size,
+    pages_from_sequences,
+)
+from rlkernel.kernels.cpu.attention_tile import (
+    KEY_BLOCK,
+    LANES,
+    block_maximum,
+    chain_block,
+    chain_lower,
+    element_address,
+)
 from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, log2_full, maximum, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
 
-F32 = np.ndarray[Any, np.dtype[np.float32]]
-I32 = np.ndarray[Any, np.dtype[np.int32]]
-I64 = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["KEY_BLOCK", "SPLIT", "append_kv", "attention", "attention_scales", "pages_from_sequences"]
 
-KEY_BLOCK = 64  # keys that share one online maximum: contractual
 SPLIT = 512  # keys of one partial softmax: contractual
-PAGE_UNIT = 8  # a page holds a multiple of this many keys
 _TILE_ROWS = 48  # (query row, head) pairs of one work item: tuning
 
 _NEGATIVE_INFINITY = np.float32(-np.inf)
@@ -98,67 +110,6 @@ def _add_weights(weights, rows, sums):
         r += 1
 
 
-@device_function
-def _gather_keys(k_pages, table, kv_head, start, count, block):
-    """Copy keys ``start .. start + count`` (rounded up to 8, still inside their pages) to ``block`` [D, 64]."""
-    kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
-    for unit in range(start, start + count, PAGE_UNIT):
-        origin = (int64(table[unit // page]) * kv_heads + kv_head) * depth * page + unit % page
-        source = element_address(k_pages, origin)
-        target = element_address(block, unit - start)
-        for d in range(depth):
-            copy_eight(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
-
-
-@device_function
-def _gather_values(v_pages, table, kv_head, start, count, block, padded):
-    """Copy values ``start .. start + count`` to ``block`` [64, padded]; columns past D are +0."""
-    kv_heads, page, depth = v_pages.shape[1], v_pages.shape[2], v_pages.shape[3]
-    for j in range(count):
-        key = start + j
-        origin = ((int64(table[key // page]) * kv_heads + kv_head) * page + key % page) * depth
-        source, target = element_address(v_pages, origin), element_address(block, j * padded)
-        whole = depth // 8 * 8
-        for d in range(0, whole, 8):
-            copy_eight(source + 4 * d, target + 4 * d)
-        row = block[j * padded : (j + 1) * padded]
-        for d in range(whole, depth):
-            row[d] = v_pages[table[key // page], kv_head, key % page, d]
-        for d in range(depth, padded):
-            row[d] = f32(0.0)
-
-
-@device_function
-def _accumulate(weights, rows, group, valid_first, v, v_stride, accumulators, padded):
-    """``acc[r, d]`` continues the chain over its valid keys; the first ``group`` rows have ``valid_first`` of them.
-
-    Rows of later positions see more keys of the block. What all rows see is shared; the rest is walked
-    position by position, so that no row ever multiplies a value that it may not depend on (0 * NaN is NaN).
-    """
-    weight = element_address(weights, int64(0))
-    acc = element_address(accumulators, int64(0))
-    row = 0
-    while row < rows:
-        height = min(int64(ROWS), rows - row)
-        shared = min(int64(KEY_BLOCK), valid_first + row // group)
-        a = weight + 4 * KEY_BLOCK * row
-        c = acc + 4 * padded * row
-        chain_block(height, padded, a, KEY_BLOCK, int64(1), v, v_stride, c, padded, shared, int64(0))
-        part = row
-        while part < row + height and shared < KEY_BLOCK:
-            position = part // group
-            until = min((position + 1) * group, row + height)
-            valid = min(int64(KEY_BLOCK), valid_first + position)
-            if valid > shared:
-                a = weight + 4 * (KEY_BLOCK * part + shared)
-                c = acc + 4 * padded * part
-                b = v + 4 * v_stride * shared
-                depth = valid - shared
-                chain_block(until - part, padded, a, KEY_BLOCK, int64(1), b, v_stride, c, padded, depth, int64(0))
-            part = until
-        row += height
-
-
 @kernel
 def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratch, splits, out, lse2, scale2, bf16):
     """Work items ``bounds[first] .. bounds[last]``; ``tiles`` rows are (sequence, first row, rows, position)."""
@@ -210,13 +161,13 @@ def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratc
                     origin = (int64(table[start // page]) * kv_heads + kv_head) * depth * page + start % page
                     k_address, k_stride = element_address(k_pages, origin), page
                 else:
-                    _gather_keys(k_pages, table, kv_head, start, held, k_block)
+                    gather_keys(k_pages, table, kv_head, start, held, k_block)
                     k_address, k_stride = element_address(k_block, int64(0)), int64(KEY_BLOCK)
                 if direct_values:
                     origin = ((int64(table[start // page]) * kv_heads + kv_head) * page + start % page) * depth
                     v_address = element_address(v_pages, origin)
                 else:
-                    _gather_values(v_pages, table, kv_head, start, held, v_block, padded)
+                    gather_values(v_pages, table, kv_head, start, held, v_block, padded)
                     v_address = element_address(v_block, int64(0))
                 # rows before `skipped` see no key of this block: it leaves them alone
                 skipped = max(int64(0), start - position)
@@ -242,9 +193,10 @@ def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratc
                         for d in range(padded):
                             acc[at_row * padded + d] = acc[at_row * padded + d] * alpha
                 _add_weights(block_scores, active, l[skipped * group :])
-                _accumulate(
-                    block_scores, active, group, valid_first, v_address, padded, acc[skipped * group * padded :], padded
-                )
+                chain_lower(
+                    active, group, valid_first, int64(KEY_BLOCK), padded, element_address(block_scores, int64(0)),
+                    int64(KEY_BLOCK), v_address, padded, element_address(acc, skipped * group * padded), padded,
+                )  # fmt: skip
         for r in range(rows):
             # a later split that holds no key of this row has m = -inf, l = +0: it takes no part
             seen = (position + r // group) // SPLIT + 1
@@ -264,41 +216,6 @@ def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratc
             for d in range(depth):
                 out[n, head, d] = cast(result[d] / total, bf16)
             lse2[n, head] = overall + log2_full(total)
-
-
-@kernel
-def _append(first, last, k, v, k_pages, v_pages, slots):
-    """Copy rows ``first .. last`` of k and v to their slots; K is transposed inside its page."""
-    page = k_pages.shape[3]
-    for n in range(first, last):
-        target, offset = slots[n] // page, slots[n] % page
-        for head in range(k.shape[1]):
-            for d in range(k.shape[2]):
-                k_pages[target, head, d, offset] = k[n, head, d]
-                v_pages[target, head, offset, d] = v[n, head, d]
-
-
-def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: Workers) -> None:
-    """Write keys and values f32[N, KVH, D] into the pages, at ``slots`` (int64[N], page * page_size + offset).
-
-    K pages are f32[P, KVH, D, page] (keys are the vector axis), V pages f32[P, KVH, page, D]. Slots are distinct.
-
-    Raises:
-        ContractError: shapes do not fit, or a slot lies outside the pages.
-    """
-    page = _page_size(k_pages, v_pages)
-    expected = (slots.shape[0], k_pages.shape[1], k_pages.shape[2])
-    if k.shape != expected or v.shape != expected:
-        raise ContractError(
-            f"append_kv: k {k.shape} and v {v.shape} should both be {expected} for these slots and pages"
-        )
-    if slots.size and not (int(slots.min()) >= 0 and int(slots.max()) < k_pages.shape[0] * page):
-        raise ContractError(
-            f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} "
-            f"slots of {k_pages.shape[0]} pages of {page}"
-        )
-    if slots.size:
-        workers.run(_append, slots.shape[0], k, v, k_pages, v_pages, slots, grain=32)
 
 
 def attention(
@@ -340,7 +257,7 @@ def attention(
     splits = int((tiles[:, 3] + tiles[:, 2]).max() - 1) // SPLIT + 1
     padded = -(-depth // LANES) * LANES
     most = max(1, _TILE_ROWS // group) * group
-    scratch = _scratch(
+    scratch = aligned_scratch(
         workers.count, KEY_BLOCK * (depth + padded) + most * (depth + KEY_BLOCK + splits * (2 + padded)) + padded
     )
     bounds = balanced_bounds(np.tile(costs, kv_heads), workers.count)
@@ -351,25 +268,6 @@ def attention(
     return out, lse2
 
 
-def pages_from_sequences(k: F32, v: F32, starts: I32, workers: Workers, page: int = 64) -> tuple[F32, F32, I32]:
-    """Pages of a training batch: every sequence from position 0 in its own zero-padded pages.
-
-    Args: k, v f32[N, KVH, D]; starts int32[S + 1]; page: keys a page.
-    Returns: ``(k_pages, v_pages, block_table int32[S, B])``, unused table entries are 0.
-    """
-    counts = np.diff(starts.astype(np.int64))
-    needed = -(-counts // page)
-    first = np.cumsum(needed) - needed
-    width = int(needed.max(initial=1))
-    columns = np.arange(width)
-    table = np.where(columns < needed[:, None], first[:, None] + columns, 0).astype(np.int32)
-    k_pages = np.zeros((int(needed.sum()), k.shape[1], k.shape[2], page), np.float32)
-    v_pages = np.zeros((int(needed.sum()), k.shape[1], page, k.shape[2]), np.float32)
-    within = np.arange(k.shape[0]) - np.repeat(starts[:-1].astype(np.int64), counts)
-    append_kv(k, v, k_pages, v_pages, np.repeat(first, counts) * page + within, workers)
-    return k_pages, v_pages, table
-
-
 def balanced_bounds(costs: I64, parts: int) -> I64:
     """int64[parts + 1]: cut the items, in order, into runs of about equal cost."""
     total = np.cumsum(costs)
@@ -377,7 +275,7 @@ def balanced_bounds(costs: I64, parts: int) -> I64:
     return np.concatenate(([0], np.searchsorted(total, targets, side="left") + 1, [len(costs)])).clip(0, len(costs))
 
 
-def _scratch(workers: int, size: int) -> F32:
+def aligned_scratch(workers: int, size: int) -> F32:
     """f32[workers, size or more], rows on cache lines (a vector load across two lines costs two)."""
     size = -(-size // 16) * 16
     raw = np.empty(workers * size + 16, np.float32)
@@ -385,20 +283,9 @@ def _scratch(workers: int, size: int) -> F32:
     return raw[first : first + workers * size].reshape(workers, size)
 
 
-def _page_size(k_pages: F32, v_pages: F32) -> int:
-    pages, kv_heads, depth, page = k_pages.shape
-    if page == 0 or page % PAGE_UNIT:
-        raise ContractError(f"a page of {page} keys is not possible; a positive multiple of {PAGE_UNIT} is")
-    if v_pages.shape != (pages, kv_heads, page, depth):
-        raise ContractError(
-            f"V pages {v_pages.shape} do not fit K pages {k_pages.shape}: {(pages, kv_heads, page, depth)} does"
-        )
-    return page
-
-
 def _tiles(q: F32, k_pages: F32, v_pages: F32, block_table: I32, starts: I32, positions: I32) -> tuple[I64, I64]:
     """Checks, and the work items: int64[items, 4] rows (sequence, first row, rows, position) with their costs."""
-    page = _page_size(k_pages, v_pages)
+    page = page_size(k_pages, v_pages)
     rows, heads, depth = q.shape
     if depth != k_pages.shape[2] or heads % k_pages.shape[1]:
         raise ContractError(

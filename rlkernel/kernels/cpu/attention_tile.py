@@ -23,6 +23,8 @@ VECTORS = 4 if _WIDE else 2  # accumulators a row: 6 x 4 of 32 registers, or 6 x
 ROWS = 6
 COLUMNS = LANES * VECTORS
 
+KEY_BLOCK = 64  # keys that share one online maximum: contractual, whatever the tiles above are
+
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -192,16 +194,55 @@ def chain_block(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth, f
             column += LANES
 
 
+@numba.njit(nogil=True, error_model="numpy", fastmath=False, forceinline=False)
+def chain_lower(rows, group, first, limit, columns, a, a_row, b, b_depth, c, c_row):
+    """:func:`chain_block` where row r takes part only for ``k < min(first + r // group, limit)``.
+
+    The chains are continued and ``a_depth`` is 1. What all rows of a tile see is shared; the rest is walked group
+    by group. No row ever multiplies a value that it may not depend on: a zero weight would not do (0 * NaN is NaN).
+    """
+    for row in range(0, rows, ROWS):
+        height = min(ROWS, rows - row)
+        shared = min(limit, first + row // group)
+        chain_block(height, columns, a + 4 * row * a_row, a_row, 1, b, b_depth, c + 4 * row * c_row, c_row, shared, 0)
+        part = row
+        while part < row + height and shared < limit:
+            until = min((part // group + 1) * group, row + height)
+            depth = min(limit, first + part // group) - shared
+            if depth > 0:
+                a_part, c_part = a + 4 * (part * a_row + shared), c + 4 * part * c_row
+                chain_block(
+                    until - part, columns, a_part, a_row, 1, b + 4 * shared * b_depth, b_depth, c_part, c_row, depth, 0
+                )
+            part = until
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath=False, forceinline=False)
+def chain_upper(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth):
+    """:func:`chain_block` where row r takes part only for ``k >= r`` (continued; ``rows <= depth``)."""
+    for row in range(0, rows, ROWS):
+        height = min(ROWS, rows - row)
+        shared = row + height - 1
+        for part in range(row, shared):
+            a_part, c_part = a + 4 * (part * a_row + part * a_depth), c + 4 * part * c_row
+            chain_block(
+                1, columns, a_part, a_row, a_depth, b + 4 * part * b_depth, b_depth, c_part, c_row, shared - part, 0
+            )
+        a_part, c_part = a + 4 * (row * a_row + shared * a_depth), c + 4 * row * c_row
+        b_part = b + 4 * shared * b_depth
+        chain_block(height, columns, a_part, a_row, a_depth, b_part, b_depth, c_part, c_row, depth - shared, 0)
+
+
 @intrinsic
 def block_maximum(typing_context: Any, address: Any) -> Any:
-    """The contract's ``max`` over the 64 float32 at ``address`` (NaN if any is NaN; +0 over -0; any order)."""
+    """The contract's ``max`` over the KEY_BLOCK float32 at ``address`` (NaN if any is NaN; +0 over -0; any order)."""
     if address != types.int64:
         return None
 
     def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         values = [
             builder.load(_vector_pointer(builder, builder.add(arguments[0], ir.Constant(_INDEX, 4 * at))), align=4)
-            for at in range(0, 64, LANES)
+            for at in range(0, KEY_BLOCK, LANES)
         ]
         pairwise = _vector_operation(builder, "llvm.maximum", _VECTOR, 2)
         while len(values) > 1:

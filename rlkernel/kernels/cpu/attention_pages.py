@@ -1,0 +1,119 @@
+"""Pages of keys and values: where attention reads them.
+
+K pages are f32[P, KVH, D, page], transposed so that keys are the vector axis of the scores; V pages are
+f32[P, KVH, page, D]. The page size never enters a result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32 as f32
+from numba import int64
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, copy_eight, element_address
+from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.threads import Workers
+
+F32 = np.ndarray[Any, np.dtype[np.float32]]
+I32 = np.ndarray[Any, np.dtype[np.int32]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+PAGE_UNIT = 8  # a page holds a multiple of this many keys
+
+
+@device_function
+def gather_keys(k_pages, table, kv_head, start, count, block):
+    """Copy keys ``start .. start + count`` (rounded up to 8, still inside their pages) to ``block`` [D, 64]."""
+    kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
+    for unit in range(start, start + count, PAGE_UNIT):
+        origin = (int64(table[unit // page]) * kv_heads + kv_head) * depth * page + unit % page
+        source = element_address(k_pages, origin)
+        target = element_address(block, unit - start)
+        for d in range(depth):
+            copy_eight(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
+
+
+@device_function
+def gather_values(v_pages, table, kv_head, start, count, block, padded):
+    """Copy values ``start .. start + count`` to ``block`` [64, padded]; columns past D are +0."""
+    kv_heads, page, depth = v_pages.shape[1], v_pages.shape[2], v_pages.shape[3]
+    for j in range(count):
+        key = start + j
+        origin = ((int64(table[key // page]) * kv_heads + kv_head) * page + key % page) * depth
+        source, target = element_address(v_pages, origin), element_address(block, j * padded)
+        whole = depth // 8 * 8
+        for d in range(0, whole, 8):
+            copy_eight(source + 4 * d, target + 4 * d)
+        row = block[j * padded : (j + 1) * padded]
+        for d in range(whole, depth):
+            row[d] = v_pages[table[key // page], kv_head, key % page, d]
+        for d in range(depth, padded):
+            row[d] = f32(0.0)
+
+
+def page_size(k_pages: F32, v_pages: F32) -> int:
+    pages, kv_heads, depth, page = k_pages.shape
+    if page == 0 or page % PAGE_UNIT:
+        raise ContractError(f"a page of {page} keys is not possible; a positive multiple of {PAGE_UNIT} is")
+    if v_pages.shape != (pages, kv_heads, page, depth):
+        raise ContractError(
+            f"V pages {v_pages.shape} do not fit K pages {k_pages.shape}: {(pages, kv_heads, page, depth)} does"
+        )
+    return page
+
+
+@kernel
+def _append(first, last, k, v, k_pages, v_pages, slots):
+    """Copy rows ``first .. last`` of k and v to their slots; K is transposed inside its page."""
+    page = k_pages.shape[3]
+    for n in range(first, last):
+        target, offset = slots[n] // page, slots[n] % page
+        for head in range(k.shape[1]):
+            for d in range(k.shape[2]):
+                k_pages[target, head, d, offset] = k[n, head, d]
+                v_pages[target, head, offset, d] = v[n, head, d]
+
+
+def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: Workers) -> None:
+    """Write keys and values f32[N, KVH, D] into the pages, at ``slots`` (int64[N], page * page_size + offset).
+
+    K pages are f32[P, KVH, D, page] (keys are the vector axis), V pages f32[P, KVH, page, D]. Slots are distinct.
+
+    Raises:
+        ContractError: shapes do not fit, or a slot lies outside the pages.
+    """
+    page = page_size(k_pages, v_pages)
+    expected = (slots.shape[0], k_pages.shape[1], k_pages.shape[2])
+    if k.shape != expected or v.shape != expected:
+        raise ContractError(
+            f"append_kv: k {k.shape} and v {v.shape} should both be {expected} for these slots and pages"
+        )
+    if slots.size and not (int(slots.min()) >= 0 and int(slots.max()) < k_pages.shape[0] * page):
+        raise ContractError(
+            f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} "
+            f"slots of {k_pages.shape[0]} pages of {page}"
+        )
+    if slots.size:
+        workers.run(_append, slots.shape[0], k, v, k_pages, v_pages, slots, grain=32)
+
+
+def pages_from_sequences(k: F32, v: F32, starts: I32, workers: Workers, page: int = 64) -> tuple[F32, F32, I32]:
+    """Pages of a training batch: every sequence from position 0 in its own zero-padded pages.
+
+    Args: k, v f32[N, KVH, D]; starts int32[S + 1]; page: keys a page.
+    Returns: ``(k_pages, v_pages, block_table int32[S, B])``, unused table entries are 0.
+    """
+    counts = np.diff(starts.astype(np.int64))
+    needed = -(-counts // page)
+    first = np.cumsum(needed) - needed
+    width = int(needed.max(initial=1))
+    columns = np.arange(width)
+    table = np.where(columns < needed[:, None], first[:, None] + columns, 0).astype(np.int32)
+    k_pages = np.zeros((int(needed.sum()), k.shape[1], k.shape[2], page), np.float32)
+    v_pages = np.zeros((int(needed.sum()), k.shape[1], page, k.shape[2]), np.float32)
+    within = np.arange(k.shape[0]) - np.repeat(starts[:-1].astype(np.int64), counts)
+    append_kv(k, v, k_pages, v_pages, np.repeat(first, counts) * page + within, workers)
+    return k_pages, v_pages, table
