@@ -152,9 +152,9 @@ def character_tokenizer(alphabet: str = CHARACTER_ALPHABET) -> Tokenizer:
     if len(set(alphabet)) != len(alphabet) or not alphabet:
         raise ModelError(f"the alphabet {alphabet!r} is empty or repeats a character")
     names = [CHARACTER_EOS, CHARACTER_BOS, *alphabet]
-    backend = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=CHARACTER_EOS))
+    backend = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     backend.add_special_tokens([CHARACTER_EOS, CHARACTER_BOS])
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"(?s:.)"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     roles = {"eos_token": CHARACTER_EOS, "bos_token": CHARACTER_BOS, "pad_token": CHARACTER_EOS}
     return Tokenizer(backend, roles, source="characters", alphabet=alphabet)
