@@ -124,9 +124,12 @@ class SharedMemoryTransport:
         result = {}
         for entry in handle["tensors"]:
             raw = np.frombuffer(segment.buf, np.uint8, entry["bytes"], entry["offset"])
-            # a copy: a tensor that outlives the segment must not read freed memory
-            flat = torch.from_numpy(raw.copy()).view(_DTYPES[entry["dtype"]])
-            result[entry["name"]] = flat.reshape(entry["shape"])
+            tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+            if entry["bytes"]:
+                # a copy: a tensor that outlives the segment must not read freed memory
+                tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw
+            result[entry["name"]] = tensor
+            del raw
         return result
 
     def close_received(self) -> None:

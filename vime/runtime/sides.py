@@ -1,0 +1,211 @@
+"""Builds the two sides of a run, engine and trainer, from plain data: in this process or in a child."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rlkernel.contract.build import Contract, build_contract
+from rlkernel.contract.canonical import digest
+from rlkernel.contract.claims import Topology
+from rlkernel.contract.identity import Identities
+from rlkernel.kernels.cpu.jit import source_digest
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.kernels.torch_native.weights import TorchWeightSet
+from rlkernel.models.config import ModelConfig, RopeConfig
+from rlkernel.models.definition import define_model
+from rlkernel.models.tokenizer import Tokenizer
+from rlkernel.ops.composition import compose
+from rlkernel.ops.runner import ModelRunner
+from rlkernel.ops.weights import WeightSet
+from rlkernel.verify.evidence import Evidence
+from vime.pipeline.schema import Pipeline
+from vime.rollout.native.config import EngineConfig, blocks_of, default_num_blocks
+from vime.rollout.native.engine import NativeEngine
+from vime.rollout.native.model import KVShape
+from vime.runtime.deployment import describe_deployment
+from vime.runtime.models import load_pipeline_tokenizer
+
+ENGINE_ID = "native-0"
+DEFAULT_KV_BYTES = 8 << 30
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Plain data of a model configuration."""
+    return asdict(config)
+
+
+def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
+    """Inverse of :func:`config_to_json` (lists stand for tuples)."""
+    rope = data["rope"]
+    parameters = tuple((name, value) for name, value in rope["parameters"])
+    values = {**data, "rope": RopeConfig(rope["theta"], rope["kind"], parameters)}
+    values["eos_token_ids"] = tuple(data["eos_token_ids"])
+    return ModelConfig(**values)
+
+
+def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
+    """The contract that a pipeline asks for. Raises ContractError where the model cannot keep it."""
+    return build_contract(
+        config,
+        profile=pipeline.contract.profile,
+        dtype=pipeline.contract.dtype,
+        topology=Topology(**pipeline.contract.topology.model_dump()),
+        temperature=pipeline.stages.rollout.sampling.temperature,
+    )
+
+
+def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str]) -> Identities:
+    """Identities of one side. A ``native`` side keeps no numerical policy of ours: it gets one of its own."""
+    deployment = describe_deployment(compose("exact" if numerics == "exact" else "native").implementations(), extra)
+    found = contract.identities(deployment)
+    if numerics == "exact":
+        return found
+    policy = digest({"native": True, "torch": torch.__version__, "dtype": contract.dtype})
+    return Identities(found.semantic, policy, found.deployment)
+
+
+@dataclass(frozen=True)
+class SideSpecification:
+    """What both sides have in common: model dimensions, contract, threads."""
+
+    pipeline: Pipeline
+    config: ModelConfig
+    tokens_per_sequence: int
+
+    @property
+    def dtype(self) -> str:
+        """Activation and weight dtype."""
+        return self.pipeline.contract.dtype
+
+    @property
+    def tp(self) -> int:
+        """Claimed tensor-parallel degree."""
+        return self.pipeline.contract.topology.tp
+
+    def runner(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        numerics: str,
+        workers: Workers,
+        evidence: Evidence,
+        *,
+        training: bool,
+    ) -> ModelRunner:
+        """A runner over a copy of the tensors."""
+        return ModelRunner(
+            define_model(self.config),
+            self.weights(tensors, numerics, workers, training=training),  # type: ignore[arg-type]
+            compose("exact" if numerics == "exact" else "native"),
+            evidence,
+            dtype=self.dtype,
+            tp=self.tp,
+            workers=workers,
+            max_position=min(self.config.max_position, self.tokens_per_sequence),
+        )
+
+    def weights(
+        self, tensors: Mapping[str, torch.Tensor], numerics: str, workers: Workers, *, training: bool
+    ) -> WeightSet | TorchWeightSet:
+        """A copy of the tensors in the form that the side's kernels read."""
+        definition = define_model(self.config)
+        if numerics == "exact":
+            return WeightSet(
+                definition, tensors, dtype=self.dtype, tp=self.tp, workers=workers, training=training
+            )
+        return TorchWeightSet(definition, tensors, dtype=self.dtype, workers=workers)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, for an engine in another process."""
+        return {
+            "pipeline": self.pipeline.model_dump(mode="json"),
+            "config": config_to_json(self.config),
+            "tokens_per_sequence": self.tokens_per_sequence,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SideSpecification:
+        """Inverse of :meth:`as_json`."""
+        pipeline = Pipeline.model_validate(data["pipeline"])
+        return cls(pipeline, config_from_json(data["config"]), data["tokens_per_sequence"])
+
+
+def engine_config(side: SideSpecification, engine_id: str) -> EngineConfig:
+    """Scheduling of the native engine as the pipeline says. Raises InputError if memory holds no sequence."""
+    rollout, config = side.pipeline.stages.rollout, side.config
+    longest = min(side.tokens_per_sequence, config.max_position)
+    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
+    blocks = rollout.num_blocks
+    if blocks is None:
+        # prefixes of other samples may stay cached beside the running sequences
+        wanted = blocks_of(longest, rollout.block_size) * rollout.max_num_seqs
+        blocks = min(
+            wanted,
+            default_num_blocks(
+                max_num_seqs=rollout.max_num_seqs,
+                tokens_per_sequence=longest,
+                block_size=rollout.block_size,
+                bytes_per_block=shape.bytes_per_block(rollout.block_size),
+                memory_bytes=rollout.kv_memory_bytes or DEFAULT_KV_BYTES,
+            ),
+        )
+    return EngineConfig(
+        engine_id=engine_id,
+        max_num_seqs=rollout.max_num_seqs,
+        max_batched_tokens=rollout.max_batched_tokens,
+        block_size=rollout.block_size,
+        num_blocks=blocks,
+        prefix_caching=rollout.prefix_caching,
+        max_position=longest,
+        seed=side.pipeline.seed,
+    )
+
+
+def build_engine(side: SideSpecification, engine_id: str, workers: Workers, tokenizer: Tokenizer) -> NativeEngine:
+    """The native engine of a run."""
+    numerics = side.pipeline.numerics.rollout
+    contract = pipeline_contract(side.pipeline, side.config)
+    evidence = Evidence(engine_id)
+    runners: list[ModelRunner] = []
+
+    def model(weights: Any) -> ModelRunner:
+        # tables are made once; each commit binds them to other weights
+        if not runners:
+            runners.append(
+                ModelRunner(
+                    weights.definition,
+                    weights,
+                    compose("exact" if numerics == "exact" else "native"),
+                    evidence,
+                    dtype=side.dtype,
+                    tp=side.tp,
+                    workers=workers,
+                    max_position=min(side.config.max_position, side.tokens_per_sequence),
+                )
+            )
+        return runners[0].with_weights(weights)
+
+    config = side.config
+    return NativeEngine(
+        engine_config(side, engine_id),
+        identities=side_identities(contract, numerics, {"kernels": source_digest()}),
+        kv_shape=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
+        vocab_size=config.vocab_size,
+        weights_factory=lambda tensors: side.weights(tensors, numerics, workers, training=False),
+        model_factory=model,
+        detokenize=tokenizer.decode,
+        evidence=evidence,
+    )
+
+
+def build_engine_in_child(specification: Mapping[str, Any]) -> NativeEngine:
+    """Factory for :class:`vime.runtime.process.ProcessEngine`."""
+    side = SideSpecification.from_json(specification["side"])
+    workers = Workers(side.pipeline.threads)
+    if side.pipeline.threads is not None:
+        torch.set_num_threads(side.pipeline.threads)
+    tokenizer = load_pipeline_tokenizer(side.pipeline)
+    return build_engine(side, specification["engine_id"], workers, tokenizer)
