@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vime.errors import Interrupted
+from vime.errors import InputError, Interrupted, VimeError
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -19,8 +19,13 @@ _FULL = {
 }
 
 
-def disk_error(error: OSError, what: str) -> Interrupted:
-    """The sentence for a failed write of ``what``; the run can be resumed once the cause is gone."""
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
+def disk_error(error: OSError, what: str) -> VimeError:
+    """The sentence for a failed write of ``what``: InputError where it could never be written, else Interrupted."""
+    if error.errno in _FORBIDDEN:
+        return InputError(f"{what} cannot be written: {error.strerror}; choose a place where this user may write")
     cause = _FULL.get(error.errno or 0, error.strerror or str(error))
     return Interrupted(f"writing {what} failed: {cause}. Nothing that was announced is lost; make room, then resume.")
 

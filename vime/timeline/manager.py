@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from vime.errors import InvariantViolation
 from vime.timeline.event import Event, Scope, decode_value, encode_value
-from vime.timeline.events import ArraysWritten, CheckpointWritten, Decision, RewardGiven, RunResumed
+from vime.timeline.events import ArraysWritten, CheckpointWritten, Decision, RewardGiven, RunResumed, RunStarted
 from vime.timeline.invariants import check, check_all
 from vime.timeline.log import DamagedTail, Head, LogContent, LogWriter, Record, read_log
 from vime.timeline.order import RunDigest, free_key
@@ -109,7 +109,7 @@ class Timeline:
         return timeline
 
     def _note_resumption(self, resumption: Resumption) -> None:
-        seen: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "to_replay": resumption.to_replay}
+        seen: dict[str, Any] = {"to_replay": resumption.to_replay}
         if resumption.rejected:
             seen["rejected_checkpoints"] = list(resumption.rejected)
         if resumption.tail is not None:
@@ -169,7 +169,10 @@ class Timeline:
         self._digest.add(event)
 
     def _observed(self, event: E) -> E:
-        return replace(event, observed={"at": self._clock(), **event.observed})
+        seen: dict[str, Any] = {"at": self._clock()}
+        if isinstance(event, RunStarted | RunResumed):
+            seen |= {"host": socket.gethostname(), "pid": os.getpid()}
+        return replace(event, observed={**seen, **event.observed})
 
     def decide(self, kind: str, key: str, function: Callable[[], Any]) -> Any:
         """A value that depends on a clock, on arrival or on a user's function: logged, never computed twice.

@@ -1,0 +1,145 @@
+"""Checkpoints: whole folders with a manifest, announced by an event, verified before they are loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.errors import InputError
+from vime.store.files import disk_errors, file_sha256, publish_folder, retire_folder
+from vime.timeline.log import Head
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk. ``files``: name -> SHA-256; ``head`` is the log's head when it was written."""
+
+    step: int
+    folder: Path
+    files: dict[str, str]
+    sizes: dict[str, int]
+    head: Head
+
+
+class CheckpointStore:
+    """``checkpoints/``, of which the last ``keep`` stay."""
+
+    def __init__(self, root: Path, staging: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise InputError(f"checkpoints: keep is {keep}; at least 1 has to stay")
+        self.root = root
+        self.staging = staging
+        self.keep = keep
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.root / f"step-{step:06d}"
+
+    def write(self, step: int, head: Head, write: Callable[[Path], Mapping[str, str]]) -> Checkpoint:
+        """Let ``write(folder)`` fill a folder and return file name -> SHA-256; durable on return, in place as a whole.
+
+        Raises InputError when what is on disk is not what ``write`` declared; Interrupted when the disk refuses.
+        """
+        staged = self.staging / f"checkpoint-{step:06d}"
+        with disk_errors(f"the checkpoint of step {step} to {self.root}"):
+            try:
+                shutil.rmtree(staged, ignore_errors=True)
+                staged.mkdir()
+                files = dict(sorted(write(staged).items()))
+                sizes = _check_declared(staged, files)
+                manifest = {
+                    "step": step,
+                    "head": {"seq": head.seq, "hash": head.hash},
+                    "files": {name: {"sha256": files[name], "bytes": sizes[name]} for name in files},
+                }
+                (staged / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+                publish_folder(staged, self.folder(step))
+            except BaseException:
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
+        return Checkpoint(step, self.folder(step), files, sizes, head)
+
+    def verify(self, step: int, announced: Mapping[str, str], head: Head | None = None) -> Checkpoint:
+        """The checkpoint, if every file is what was announced.
+
+        Raises InputError naming the first file that is missing, truncated or changed, with what was expected.
+        """
+        folder = self.folder(step)
+        where = f"the checkpoint of step {step} ({folder})"
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            found_head = Head(manifest["head"]["seq"], manifest["head"]["hash"])
+            sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
+            sums = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
+            step_found = manifest["step"]
+        except OSError as error:
+            raise InputError(f"{where}: {MANIFEST} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{where}: {MANIFEST} is damaged ({error})") from error
+        if step_found != step:
+            raise InputError(f"{where}: {MANIFEST} is that of step {step_found}")
+        if head is not None and found_head != head:
+            raise InputError(
+                f"{where} belongs to another log: it was written after event {found_head.seq} "
+                f"({found_head.hash[:16]}...), this log has event {head.seq} ({head.hash[:16]}...) there"
+            )
+        if sums != dict(announced):
+            odd = sorted(name for name in {*sums, *announced} if sums.get(name) != announced.get(name))
+            raise InputError(f"{where}: {MANIFEST} and the event log disagree about {', '.join(odd)}")
+        for name in sorted(announced):
+            _check_file(folder / name, f"{where}: file {name}", sizes[name], announced[name])
+        return Checkpoint(step, folder, sums, sizes, found_head)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, ascending."""
+        names = [entry.name for entry in self.root.iterdir() if entry.name.startswith("step-")]
+        return sorted(int(name.removeprefix("step-")) for name in names)
+
+    def prune(self) -> list[int]:
+        """Delete all but the last ``keep``. To be called after the newest was announced; returns the deleted steps."""
+        return self._retire(self.steps()[: -self.keep])
+
+    def remove_orphans(self, announced: Collection[int]) -> list[int]:
+        """Delete checkpoints that no event announced; returns their steps."""
+        return self._retire([step for step in self.steps() if step not in announced])
+
+    def _retire(self, steps: list[int]) -> list[int]:
+        for step in steps:
+            with disk_errors(f"{self.root} (removing the checkpoint of step {step})"):
+                retire_folder(self.folder(step), self.staging)
+        return steps
+
+
+def _check_declared(folder: Path, files: Mapping[str, str]) -> dict[str, int]:
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if not files:
+        raise InputError("a checkpoint without files restores nothing")
+    if set(found) != set(files):
+        raise InputError(f"a checkpoint was declared with the files {sorted(files)}, but holds {sorted(found)}")
+    sizes = {}
+    for name, path in found.items():
+        actual = file_sha256(path)
+        if actual != files[name]:
+            raise InputError(f"checkpoint file {name} was declared with SHA-256 {files[name]}, but has {actual}")
+        sizes[name] = path.stat().st_size
+    return sizes
+
+
+def _check_file(path: Path, what: str, size: int, sha256: str) -> None:
+    try:
+        found: Any = path.stat().st_size
+        if found != size:
+            raise InputError(f"{what} has {found} bytes, expected {size}")
+        found = file_sha256(path)
+    except OSError as error:
+        raise InputError(
+            f"{what} cannot be read ({error.strerror}); expected {size} bytes, SHA-256 {sha256}"
+        ) from error
+    if found != sha256:
+        raise InputError(f"{what} has SHA-256 {found}, expected {sha256}")

@@ -1,0 +1,53 @@
+"""Exclusive use of a run directory by one process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from vime.errors import InputError
+from vime.store.files import disk_errors
+
+LOCK_NAME = ".lock"
+
+
+class RunLock:
+    """Held from construction to ``close``; the system releases it when the process dies, however it dies.
+
+    Raises InputError naming the process that holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / LOCK_NAME
+        with disk_errors(str(path)):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 4096, 0).decode("utf-8", "replace")
+            os.close(self._descriptor)
+            raise InputError(
+                f"the run directory {folder} is in use by {_describe(holder)}: wait until it ends, or stop it"
+            ) from None
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        with disk_errors(str(path)):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
+
+    def close(self) -> None:
+        """Let others use the run directory."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _describe(holder: str) -> str:
+    try:
+        data = json.loads(holder)
+        return f"process {data['pid']} on {data['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,282 @@
+"""A run's directory: layout, lock, and the order of writes that makes every crash resumable.
+
+Files come first and are durable before the event that announces them; views (steps.jsonl, provenance.jsonl) follow
+the log. What no event announces is removed and made again on resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from vime.errors import InputError, InvariantViolation
+from vime.store.arrays import ArrayStore, describe_array
+from vime.store.checkpoints import Checkpoint, CheckpointStore
+from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
+from vime.store.lock import RunLock
+from vime.store.provenance import PROVENANCE_NAME, ProvenanceWriter, rebuild_provenance
+from vime.store.steps import STEPS_NAME, StepsWriter, rebuild_steps
+from vime.timeline.events import ArraysWritten, CheckpointWritten
+from vime.timeline.log import LogContent, Record, read_log
+from vime.timeline.manager import LOG_NAME, Resumption, Timeline
+
+PIPELINE_NAME = "pipeline.yaml"
+CONTRACT_NAME = "contract.json"
+EVIDENCE_NAME = "evidence.json"
+REPORT_NAME = "report.html"
+ARRAYS_NAME = "arrays.zarr"
+CHECKPOINTS_NAME = "checkpoints"
+_STAGING = ".staging"
+_BUILDING = ".new-"
+
+
+class RunDirectory:
+    """A run directory in use by this process, and the timeline in it."""
+
+    def __init__(
+        self, path: Path, lock: RunLock, timeline: Timeline, arrays: ArrayStore, checkpoints: CheckpointStore
+    ) -> None:
+        self.path = path
+        self.timeline = timeline
+        self.arrays = arrays
+        self.checkpoints = checkpoints
+        self._lock = lock
+        timeline.subscribe(ProvenanceWriter(path / PROVENANCE_NAME))
+        timeline.subscribe(StepsWriter(path / STEPS_NAME))
+
+    @classmethod
+    def create(cls, path: Path, pipeline: str, keep_checkpoints: int = 2) -> RunDirectory:
+        """Start a run in a new folder; ``pipeline`` is the resolved pipeline's YAML.
+
+        The folder appears as a whole or not at all. Raises InputError where it exists and is not empty.
+        """
+        path = path.absolute()
+        _refuse_existing(path)
+        building = path.with_name(f".{path.name}{_BUILDING}{os.getpid()}")
+        _remove_abandoned(path)
+        with disk_errors(f"the new run directory {path}"):
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+        lock = RunLock(building)
+        with disk_errors(f"the new run directory {path}"):
+            (building / CHECKPOINTS_NAME).mkdir()
+            (building / _STAGING).mkdir()
+            (building / PIPELINE_NAME).write_text(pipeline)
+        ArrayStore.create(building / ARRAYS_NAME, building / _STAGING)
+        Timeline.create(building).close()
+        with disk_errors(f"the new run directory {path}"):
+            fsync_tree(building)
+            try:
+                os.rename(building, path)
+            except OSError as error:
+                lock.close()
+                shutil.rmtree(building, ignore_errors=True)
+                _refuse_existing(path)
+                raise error
+            fsync_folder(path.parent)
+        # An empty log has nothing to replay: opening it is starting it.
+        return cls._opened(path, lock, keep_checkpoints, read_log(path / LOG_NAME))
+
+    @classmethod
+    def open_for_resume(cls, path: Path, keep_checkpoints: int = 2) -> RunDirectory:
+        """Take up an interrupted run: cut a damaged tail, go back to the last usable checkpoint, remove what was not
+        announced, rebuild the views, and replay.
+
+        What was found is in ``resumption``. Raises InputError where there is no run, or another process uses it;
+        InvariantViolation for a log that was tampered with.
+        """
+        path = path.absolute()
+        if not (path / LOG_NAME).is_file():
+            raise InputError(f"{path} holds no run ({LOG_NAME} is missing): start one with 'vime run'")
+        lock = RunLock(path)
+        try:
+            with disk_errors(str(path)):
+                shutil.rmtree(path / _STAGING, ignore_errors=True)
+                (path / _STAGING).mkdir()
+                (path / CHECKPOINTS_NAME).mkdir(exist_ok=True)
+            if not (path / ARRAYS_NAME / "zarr.json").is_file():
+                ArrayStore.create(path / ARRAYS_NAME, path / _STAGING)
+            return cls._opened(path, lock, keep_checkpoints, read_log(path / LOG_NAME))
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def _opened(cls, path: Path, lock: RunLock, keep: int, content: LogContent) -> RunDirectory:
+        arrays = ArrayStore(path / ARRAYS_NAME, path / _STAGING)
+        checkpoints = CheckpointStore(path / CHECKPOINTS_NAME, path / _STAGING, keep)
+
+        def problem(record: Record, event: CheckpointWritten) -> str | None:
+            try:
+                checkpoints.verify(event.step, event.files, record.before)
+            except InputError as error:
+                return str(error)
+            return None
+
+        timeline = Timeline.open_for_resume(path, problem)
+        events = [record.event for record in content.records]
+        arrays.remove_orphans({event.step for event in events if isinstance(event, ArraysWritten)})
+        checkpoints.remove_orphans({event.step for event in events if isinstance(event, CheckpointWritten)})
+        rebuild_steps(content.records, path / STEPS_NAME)
+        rebuild_provenance(content.records, path / PROVENANCE_NAME)
+        return cls(path, lock, timeline, arrays, checkpoints)
+
+    @property
+    def resumption(self) -> Resumption:
+        """From where the run goes on. A new run goes on from nothing, with nothing to replay."""
+        found = self.timeline.resumption
+        assert found is not None
+        return found
+
+    @property
+    def pipeline(self) -> str:
+        """The resolved pipeline's YAML."""
+        try:
+            return (self.path / PIPELINE_NAME).read_text()
+        except OSError as error:
+            raise InputError(f"{self.path / PIPELINE_NAME} cannot be read: {error.strerror}") from error
+
+    def resume_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to load before the run goes on, verified; None at the start of a run."""
+        step = self.resumption.checkpoint_step
+        if step is None:
+            return None
+        return self.checkpoints.verify(step, self.timeline.state.checkpoints[step].files)
+
+    def write_arrays(
+        self, step: int, arrays: Mapping[str, NDArray[Any]], observed: Collection[str] = ()
+    ) -> ArraysWritten:
+        """Store a step's arrays, then announce them. A replay keeps a group that is the announced one."""
+        logged = self.timeline.logged_arrays(step)
+        if logged is not None and self._stored_as(logged, arrays, observed):
+            return self.timeline.append(ArraysWritten(step=step, arrays=logged.arrays))
+        written = self.arrays.write(step, arrays, observed)
+        return self.timeline.append(
+            ArraysWritten(step=step, arrays=written.arrays, observed={"arrays": written.observed})
+        )
+
+    def _stored_as(self, logged: ArraysWritten, arrays: Mapping[str, Any], observed: Collection[str]) -> bool:
+        for name, array in arrays.items():
+            if name in observed:
+                continue
+            facts = describe_array(array)
+            due = logged.arrays.get(name)
+            if due is None or facts["digest"] != due["digest"]:
+                return False
+        try:
+            stored = self.arrays.read(logged.step, logged.arrays)
+        except InvariantViolation:
+            return False  # damaged or gone: written again, and compared with the event when it is announced
+        return set(stored) == set(arrays)
+
+    def step_arrays(self, step: int) -> dict[str, NDArray[Any]]:
+        """A step's arrays, verified. Raises InputError for a step without arrays."""
+        known = self.timeline.state.steps.get(step)
+        if known is None or known.arrays is None:
+            raise InputError(f"step {step} has no arrays; the timeline has {sorted(self.timeline.state.steps)}")
+        return self.arrays.read(step, known.arrays.arrays)
+
+    def write_checkpoint(self, step: int, write: Callable[[Path], Mapping[str, str]]) -> CheckpointWritten:
+        """Let ``write(folder)`` store everything that the next step depends on, announce it, delete the oldest.
+
+        Appends nothing between reading the log's head and announcing, so that both stand side by side in the log.
+        """
+        checkpoint = self.checkpoints.write(step, self.timeline.head, write)
+        seen = {"bytes": sum(checkpoint.sizes.values()), "keep": self.checkpoints.keep}
+        event = self.timeline.append(CheckpointWritten(step=step, files=checkpoint.files, observed=seen))
+        self.checkpoints.prune()
+        return event
+
+    def write_contract(self, data: Mapping[str, Any]) -> None:
+        """contract.json: identities, entries, claims, certificates."""
+        _write_json(self.path / CONTRACT_NAME, data)
+
+    def write_evidence(self, data: Mapping[str, Any]) -> None:
+        """evidence.json: which implementation ran how often in which case, and what was refused."""
+        _write_json(self.path / EVIDENCE_NAME, data)
+
+    def write_report(self, html: str) -> None:
+        """report.html."""
+        write_file(self.path / REPORT_NAME, html.encode())
+
+    def close(self) -> None:
+        """Sync the log, and let others use the directory."""
+        try:
+            self.timeline.close()
+        finally:
+            self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what a process that died while it created this run left behind."""
+    for left in path.parent.glob(f".{path.name}{_BUILDING}*"):
+        try:
+            lock = RunLock(left)
+        except InputError:
+            continue  # another process is creating it right now; the rename decides who wins
+        shutil.rmtree(left, ignore_errors=True)
+        lock.close()
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    write_file(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise InputError(f"the run directory {path} is a file; name a folder that does not exist")
+    if (path / LOG_NAME).exists():
+        raise InputError(
+            f"{path} holds a run already: continue it with 'vime resume {path}', choose another name, or delete it"
+        )
+    if path.exists() and any(path.iterdir()):
+        raise InputError(f"the run directory {path} is not empty; name a folder that does not exist")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run directory as a reader sees it: the valid part of its log, and its arrays. Locks and changes nothing."""
+
+    path: Path
+    content: LogContent
+    arrays: ArrayStore
+
+    @classmethod
+    def open(cls, path: Path) -> RunView:
+        """Raises InputError where there is no run, InvariantViolation for a log that was tampered with."""
+        path = Path(path).absolute()
+        if not (path / LOG_NAME).is_file():
+            raise InputError(f"{path} holds no run: {LOG_NAME} is missing")
+        return cls(path, read_log(path / LOG_NAME), ArrayStore(path / ARRAYS_NAME, path / _STAGING))
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All valid records."""
+        return self.content.records
+
+    def announced_arrays(self) -> dict[int, ArraysWritten]:
+        """Steps whose arrays were announced."""
+        return {r.event.step: r.event for r in self.records if isinstance(r.event, ArraysWritten)}
+
+    def step_arrays(self, step: int) -> dict[str, NDArray[Any]]:
+        """A step's arrays, verified against the log. Raises InputError for a step without arrays."""
+        announced = self.announced_arrays()
+        if step not in announced:
+            raise InputError(f"step {step} of {self.path} has no arrays; steps with arrays: {sorted(announced)}")
+        return self.arrays.read(step, announced[step].arrays)

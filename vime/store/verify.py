@@ -1,0 +1,106 @@
+"""Verification of a whole run directory: the log and its invariants, arrays, checkpoints, views."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.errors import InputError, InvariantViolation
+from vime.store.checkpoints import CheckpointStore
+from vime.store.provenance import PROVENANCE_NAME, provenance_lines
+from vime.store.run_directory import CHECKPOINTS_NAME, RunView
+from vime.store.steps import STEPS_NAME, step_reports
+from vime.timeline.events import CheckpointWritten, RunFinished
+from vime.timeline.invariants import check_all
+from vime.timeline.order import run_digest
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was verified, and what was wrong: one sentence a problem. ``run_digest`` is None without a valid log."""
+
+    events: int
+    steps: int
+    arrays: int
+    checkpoints: int
+    finished: bool
+    run_digest: str | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was wrong."""
+        return not self.problems
+
+
+def verify_run(run: Path) -> Verification:
+    """Verify everything in a run directory. Raises InputError where there is no run; problems are collected.
+
+    An unfinished run may be in use: its unannounced files and its views are not looked at, and a tail that is still being
+    written reads as damaged.
+    """
+    try:
+        view = RunView.open(run)
+    except InvariantViolation as error:
+        return Verification(0, 0, 0, 0, False, None, (str(error),))
+    problems: list[str] = []
+    if view.content.tail is not None:
+        problems.append(view.content.tail.sentence())
+    events = [record.event for record in view.records]
+    try:
+        check_all(events)
+    except InvariantViolation as error:
+        problems.append(str(error))
+    finished = any(isinstance(event, RunFinished) for event in events)
+    announced = view.announced_arrays()
+    arrays = 0
+    for step, event in announced.items():
+        try:
+            arrays += len(view.arrays.read(step, event.arrays))
+        except InvariantViolation as error:
+            problems.append(str(error))
+    checkpoints = _checkpoints(view, problems)
+    if finished:
+        for step in view.arrays.steps():
+            if step not in announced:
+                problems.append(f"step {step}: arrays are stored that no event announced")
+        problems.extend(_views(view))
+    return Verification(len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems))
+
+
+def _checkpoints(view: RunView, problems: list[str]) -> int:
+    announced = [(r, r.event) for r in view.records if isinstance(r.event, CheckpointWritten)]
+    if not announced:
+        return 0
+    keep = int(announced[-1][1].observed.get("keep", 1))
+    store = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path, keep)
+    verified = 0
+    for record, event in announced[-keep:]:
+        try:
+            store.verify(event.step, event.files, record.before)
+            verified += 1
+        except InputError as error:
+            problems.append(str(error))
+    return verified
+
+
+def _views(view: RunView) -> Iterator[str]:
+    due: dict[str, list[dict[str, Any]]] = {
+        STEPS_NAME: list(step_reports(view.records)),
+        PROVENANCE_NAME: list(provenance_lines(view.records)),
+    }
+    for name, lines in due.items():
+        try:
+            found = [json.loads(line) for line in (view.path / name).read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            yield f"{name} cannot be read ({error}); it can be rebuilt from the event log"
+            continue
+        for number, (stored, logged) in enumerate(zip(found, lines, strict=False), start=1):
+            if json.dumps(stored) != json.dumps(logged):
+                yield f"line {number} of {name} is not what the event log says; it can be rebuilt from the log"
+                break
+        if len(found) != len(lines):
+            yield f"{name} has {len(found)} lines, the event log makes {len(lines)}"
