@@ -1,0 +1,5 @@
+"""``python -m vime``: the same as ``vime``."""
+
+from vime.cli.main import main
+
+main()

@@ -1,0 +1,233 @@
+"""Commands that read a run: ``report``, ``provenance``, ``timeline``, ``diff``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vime.cli.options import json_option
+from vime.errors import InputError
+
+if TYPE_CHECKING:
+    from vime.timeline.log import LogContent, Record
+
+run_argument = click.argument("run_directory", type=click.Path(file_okay=False), metavar="RUN")
+
+
+def read_run(run_directory: str) -> LogContent:
+    """The log of a run. Raises InputError if the folder holds none."""
+    from vime.timeline.log import read_log
+    from vime.timeline.manager import LOG_NAME
+
+    path = Path(run_directory) / LOG_NAME
+    if not path.is_file():
+        raise InputError(f"{run_directory} holds no run: {path} is missing")
+    content = read_log(path)
+    if content.tail is not None:
+        click.echo(f"vime: {content.tail.sentence()}; what comes before it is shown", err=True)
+    return content
+
+
+@click.command()
+@run_argument
+@json_option
+def report(run_directory: str, as_json: bool) -> int:
+    """Show the per-step reports of RUN. Exit code 1 if any compared token differed."""
+    from vime.report.summary import RunSummary
+    from vime.store.steps import step_reports
+    from vime.timeline.events import ContractFixed, Evaluated, RunFinished, RunInterrupted
+
+    records = read_run(run_directory).records
+    events = [record.event for record in records]
+    steps = list(step_reports(records))
+    evaluations = [
+        {
+            "step": event.step,
+            "reward_mean": event.reward_mean,
+            "num_samples": event.num_samples,
+            "weight_version": event.version,
+        }
+        for event in events
+        if isinstance(event, Evaluated)
+    ]
+    differs = any((step["mismatch_count"] or 0) + (step["distribution_mismatch_count"] or 0) for step in steps)
+    code = 1 if differs else 0
+    if as_json:
+        for step in steps:
+            click.echo(json.dumps({"event": "step", **step}))
+        for evaluation in evaluations:
+            click.echo(json.dumps({"event": "evaluation", **evaluation}))
+        return code
+    from rich.console import Console
+
+    from vime.report.terminal import render_terminal
+
+    finished = any(isinstance(event, RunFinished) for event in events)
+    stops = [event.reason for event in events if isinstance(event, RunInterrupted)]
+    summary = RunSummary.from_data(
+        Path(run_directory).resolve().name,
+        steps,
+        evaluations,
+        identities=next((dict(event.sides) for event in events if isinstance(event, ContractFixed)), None),
+        status="finished" if finished else "stopped",
+        reason="" if finished else (stops[-1] if stops else "it is still running, or was killed"),
+    )
+    Console(width=None).print(render_terminal(summary))
+    return code
+
+
+@click.command()
+@run_argument
+@click.option("--sample", "sample", metavar="S", help="A sample: NAMESPACE/PROMPT/K, as in 'train/12/3'.")
+@click.option("--position", type=int, metavar="P", help="Absolute position of a token, prompt included.")
+@json_option
+def provenance(run_directory: str, sample: str | None, position: int | None, as_json: bool) -> int:
+    """Show the weight versions and syncs of RUN, or what made one token of one sample."""
+    from vime.store.provenance import provenance_lines
+
+    if (sample is None) != (position is None):
+        raise InputError("--sample and --position belong together: a token is a sample and a position")
+    records = read_run(run_directory).records
+    if sample is not None and position is not None:
+        facts = token_provenance(records, sample, position)
+        if as_json:
+            click.echo(json.dumps(facts))
+        else:
+            width = max(map(len, facts))
+            for name, value in facts.items():
+                click.echo(f"{name:<{width}}  {value}")
+        return 0
+    for line in provenance_lines(records):
+        if as_json:
+            click.echo(json.dumps(line))
+            continue
+        who = line["engine"] or line["who"]
+        what = "published" if line["event"] == "weight_version" else line["outcome"]
+        size = f"  {line['bytes']:,} bytes" if line["bytes"] is not None else ""
+        took = f"  {line['seconds']:.3f} s" if line["seconds"] is not None else ""
+        click.echo(
+            f"version {line['version']}  {what:<11} {who:<12} {line['digest'] or line.get('reason')}{size}{took}"
+        )
+    return 0
+
+
+def token_provenance(records: tuple[Record, ...], sample: str, position: int) -> dict[str, Any]:
+    """Version, digest, engine and time of one generated token.
+
+    Raises:
+        InputError: no such sample in the log, or the position is not one of its generated tokens.
+    """
+    from vime.timeline.events import BatchAssigned, SampleFinished, SyncCommitted, VersionPublished
+    from vime.types import SampleId
+
+    try:
+        wanted = SampleId.parse(sample)
+    except ValueError as error:
+        raise InputError(f"--sample {sample}: NAMESPACE/PROMPT/K is needed, as in train/12/3 ({error})") from error
+    published: dict[int, str] = {}
+    committed: dict[tuple[str, int], str] = {}
+    found: SampleFinished | None = None
+    served = ""
+    step: int | None = None
+    for record in records:
+        event = record.event
+        if isinstance(event, VersionPublished):
+            published[event.version] = event.digest
+        elif isinstance(event, SyncCommitted):
+            committed[event.engine, event.version] = event.digest
+        elif isinstance(event, SampleFinished) and event.sample_id == wanted:
+            found = event
+        elif isinstance(event, BatchAssigned) and wanted in event.sample_ids:
+            step = event.step
+    if found is None:
+        raise InputError(f"the log has no finished sample {sample}")
+    index = position - found.num_prompt_tokens
+    if not 0 <= index < found.num_tokens:
+        first, last = found.num_prompt_tokens, found.num_prompt_tokens + found.num_tokens - 1
+        raise InputError(f"sample {sample} generated positions {first} to {last}; {position} is not one of them")
+    run = next(run for run, end in _ends(found) if index < end)
+    served = committed.get((found.engine, run.version), "")
+    return {
+        "sample": sample,
+        "position": position,
+        "step": step,
+        "version": run.version,
+        "published_digest": published.get(run.version),
+        "served_digest": served or None,
+        "engine": found.engine,
+        "kv_versions": [run.kv_oldest, run.kv_newest],
+        "finish_reason": found.finish_reason,
+        "sampled_at": _at(found.observed.get("sampled_at"), index),
+        "finished_at": found.observed.get("at"),
+    }
+
+
+def _ends(sample: Any) -> list[tuple[Any, int]]:
+    """Version runs of a sample with the index after their last token."""
+    result, end = [], 0
+    for run in sample.versions:
+        end += run.count
+        result.append((run, end))
+    return result
+
+
+def _at(times: Any, index: int) -> Any:
+    """Time of one token where the event lists them."""
+    return times[index] if isinstance(times, list | tuple) and index < len(times) else None
+
+
+@click.command()
+@run_argument
+@click.option("--type", "kinds", multiple=True, metavar="TYPE", help="Only events of this type. Repeatable.")
+@click.option("--verify", is_flag=True, help="Replay the log and check every invariant again.")
+@json_option
+def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: bool) -> int:
+    """List the events of RUN."""
+    from vime.pipeline.problems import nearest_name
+    from vime.timeline.events import EVENT_TYPES
+    from vime.timeline.invariants import check_all
+
+    known = [kind.type for kind in EVENT_TYPES]
+    for kind in kinds:
+        if kind not in known:
+            near = nearest_name(kind, known)
+            raise InputError(f"there is no event type {kind!r}" + (f" (did you mean {near!r}?)" if near else ""))
+    content = read_run(run_directory)
+    for record in content.records:
+        if kinds and record.event.type not in kinds:
+            continue
+        if as_json:
+            fields = {**record.event.logical(), **record.event.deployment()}
+            click.echo(json.dumps({"seq": record.seq, "type": record.event.type, "hash": record.hash, **fields}))
+        else:
+            click.echo(f"{record.seq:>7}  {record.event.describe()}")
+    if verify:
+        check_all(record.event for record in content.records)
+        click.echo(f"vime: {len(content.records)} events, every invariant holds", err=True)
+    return 0
+
+
+@click.command()
+@click.argument("left", type=click.Path(file_okay=False), metavar="RUN")
+@click.argument("right", type=click.Path(file_okay=False), metavar="RUN")
+@json_option
+def diff(left: str, right: str, as_json: bool) -> int:
+    """Compare two runs: the first event, array, step, token and bit that differ. Exit code 1 if any does.
+
+    Wall times, host, process ids, paths and deployment are ignored.
+    """
+    from vime.timeline.diff import diff_runs
+
+    for folder in (left, right):
+        read_run(folder)
+    difference = diff_runs(Path(left), Path(right))
+    if as_json:
+        data = dataclasses.asdict(difference) if difference is not None else None
+        click.echo(json.dumps({"equal": difference is None, "difference": data}, default=str))
+    else:
+        click.echo("the runs are equal, bit for bit" if difference is None else str(difference))
+    return 0 if difference is None else 1

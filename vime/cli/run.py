@@ -1,0 +1,89 @@
+"""``vime run`` and ``vime resume``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vime.cli.options import json_option, overrides_option, pipeline_argument
+from vime.errors import Interrupted
+
+
+@click.command()
+@pipeline_argument
+@overrides_option
+@click.option("--fresh", is_flag=True, help="Move a run that is in the way aside (nothing is deleted).")
+@json_option
+def run(pipeline: str, overrides: tuple[str, ...], fresh: bool, as_json: bool) -> int:
+    """Run PIPELINE from its start."""
+    from vime.pipeline.loading import load_pipeline
+    from vime.pipeline.prepare import prepare
+
+    loaded = load_pipeline(pipeline, overrides)
+    if fresh:
+        prepare(loaded, new_run=False)  # nothing is moved for a pipeline that would not start
+        moved = set_aside(Path(loaded.pipeline.run_directory))
+        if moved is not None:
+            click.echo(f"vime: the run that was there is now {moved}", err=True)
+    prepare(loaded)
+    return _drive(loaded.pipeline, as_json, resume=False)
+
+
+@click.command()
+@click.argument("run_directory", type=click.Path(file_okay=False), metavar="RUN")
+@json_option
+def resume(run_directory: str, as_json: bool) -> int:
+    """Continue the interrupted run in the folder RUN; it ends with the bits of an uninterrupted one."""
+    from vime.errors import InputError
+    from vime.pipeline.loading import load_pipeline
+    from vime.pipeline.prepare import prepare
+
+    file = Path(run_directory) / "pipeline.yaml"
+    if not file.is_file():
+        raise InputError(f"{run_directory} holds no run: {file} is missing")
+    loaded = load_pipeline(file)
+    if Path(loaded.pipeline.run_directory).resolve() != Path(run_directory).resolve():
+        # the folder was moved, or the command runs in another one
+        loaded = load_pipeline(file, [f"run_directory={_quoted(str(Path(run_directory).resolve()))}"])
+    prepare(loaded, new_run=False)
+    return _drive(loaded.pipeline, as_json, resume=True)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _drive(pipeline: object, as_json: bool, *, resume: bool) -> int:
+    from vime.cli.progress import observing
+    from vime.pipeline.schema import Pipeline
+    from vime.runtime import run_loop
+
+    assert isinstance(pipeline, Pipeline)
+    hint = f"continue it with: vime resume {pipeline.run_directory}"
+    with observing(as_json) as observer:
+        try:
+            outcome = run_loop.run(pipeline, resume=resume, observer=observer)
+        except Interrupted as error:
+            raise Interrupted(f"{error}; {hint}") from error
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; {hint}") from None
+    if outcome.status == "interrupted":
+        click.echo(f"vime: {outcome.message or 'interrupted'}; {hint}", err=True)
+    elif outcome.status == "mismatch":
+        click.echo(
+            f"vime: {outcome.message or 'rollout and trainer differ'}; see: vime report {pipeline.run_directory}",
+            err=True,
+        )
+    return outcome.exit_code
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a folder to the first free ``NAME.N``; returns the new name, None if there was nothing to move."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target

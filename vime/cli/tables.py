@@ -1,0 +1,108 @@
+"""Reports as text: one line a step, and the table at the end of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from vime.runtime.observer import RunOutcome
+
+
+def report_line(report: Mapping[str, Any], steps: int) -> str:
+    """One step's report in one line. A step that compared nothing says so instead of '0 mismatches'."""
+    compared = report["compared_tokens"]
+    if compared:
+        bits = (
+            f"{report['mismatch_count']} of {compared:,} tokens and {report['distribution_mismatch_count']} rows differ"
+        )
+    else:
+        bits = f"nothing compared ({report['incomparable_tokens']})"
+    count = f"step {report['step'] + 1}" + (f"/{steps}" if steps else "")
+    return (
+        f"{count}  reward {number(report['reward_mean'], 3)}  {bits}  loss {number(report['loss'], 4)}  "
+        f"grad {number(report['grad_norm'], 3)}  {number(report['tokens_per_s'], 0)} tokens/s"
+    )
+
+
+def evaluation_line(evaluation: Mapping[str, Any]) -> str:
+    """A held-out evaluation in one line."""
+    return f"held-out reward {number(evaluation['reward_mean'], 3)} after {evaluation['step']} steps"
+
+
+def number(value: Any, digits: int) -> str:
+    """A figure with so many digits after the point; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
+
+
+def _count(value: int | None) -> str:
+    return "unknown: nothing was compared" if value is None else f"{value:,}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _total(reports: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    """Sum over the steps that compared something; None where none did."""
+    values = [int(report[name]) for report in reports if report[name] is not None]
+    return sum(values) if values else None
+
+
+def summary(outcome: RunOutcome) -> dict[str, Any]:
+    """Figures of a whole run: rewards of the first and last five steps, held-out before and after, totals."""
+    reports = outcome.reports
+    rewards = [float(report["reward_mean"]) for report in reports if report["reward_mean"] is not None]
+    edge = min(5, len(rewards))
+    held_out = [float(item["reward_mean"]) for item in outcome.evaluations if item["reward_mean"] is not None]
+    tokens = sum(int(report["num_tokens"]) for report in reports)
+    busy = sum(float(report["time_s"]["total"]) for report in reports)
+    return {
+        "steps_done": len(reports),
+        "steps": outcome.steps,
+        "reward_first": _mean(rewards[:edge]),
+        "reward_last": _mean(rewards[len(rewards) - edge :]),
+        "reward_window": edge,
+        "held_out_before": held_out[0] if held_out else None,
+        "held_out_after": held_out[-1] if len(held_out) > 1 else None,
+        "num_tokens": tokens,
+        "compared_tokens": sum(int(report["compared_tokens"]) for report in reports),
+        "steps_without_comparison": sum(not report["compared_tokens"] for report in reports),
+        "mismatch_count": _total(reports, "mismatch_count"),
+        "distribution_mismatch_count": _total(reports, "distribution_mismatch_count"),
+        "nonfinite_count": _total(reports, "nonfinite_count"),
+        "tokens_per_s": tokens / busy if busy else None,
+        "seconds": outcome.seconds,
+    }
+
+
+def summary_table(outcome: RunOutcome) -> Table:
+    """The table at the end of ``vime run``."""
+    figures = summary(outcome)
+    table = Table(title=f"{outcome.status}: {outcome.run_directory}", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    window = figures["reward_window"]
+    rows = [
+        ("steps", f"{figures['steps_done']} of {figures['steps']}"),
+        (f"reward, first {window} steps", number(figures["reward_first"], 3)),
+        (f"reward, last {window} steps", number(figures["reward_last"], 3)),
+        ("held-out reward, before", number(figures["held_out_before"], 3)),
+        ("held-out reward, after", number(figures["held_out_after"], 3)),
+        ("tokens compared", f"{figures['compared_tokens']:,} of {figures['num_tokens']:,}"),
+        ("tokens whose log-probability differs in any bit", _count(figures["mismatch_count"])),
+        ("tokens whose whole distribution differs in any bit", _count(figures["distribution_mismatch_count"])),
+        ("values that are not finite", _count(figures["nonfinite_count"])),
+        ("tokens/s (all stages)", number(figures["tokens_per_s"], 0)),
+        ("seconds", number(figures["seconds"], 1)),
+        ("weights", outcome.manifest_digest[:16] or "-"),
+    ]
+    if figures["steps_without_comparison"]:
+        rows.insert(6, ("steps that compared nothing", str(figures["steps_without_comparison"])))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
