@@ -8,8 +8,6 @@ the contract; page size, query tile and threads are not.
 
 from __future__ import annotations
 
-from decimal import Decimal, localcontext
-
 import numpy as np
 from numba import float32 as f32
 from numba import int64
@@ -20,6 +18,7 @@ from rlkernel.kernels.cpu.attention_pages import (
     I32,
     I64,
     append_kv,
+    expect,
     gather_keys,
     gather_values,
     page_size,
@@ -27,37 +26,22 @@ from rlkernel.kernels.cpu.attention_pages import (
 )
 from rlkernel.kernels.cpu.attention_tile import (
     KEY_BLOCK,
-    LANES,
     block_maximum,
     chain_block,
     chain_lower,
     element_address,
 )
 from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.microkernel import LANES
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, log2_full, maximum, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
 
-__all__ = ["KEY_BLOCK", "SPLIT", "append_kv", "attention", "attention_scales", "pages_from_sequences"]
+__all__ = ["KEY_BLOCK", "SPLIT", "append_kv", "attention", "pages_from_sequences"]
 
 SPLIT = 512  # keys of one partial softmax: contractual
 _TILE_ROWS = 48  # (query row, head) pairs of one work item: tuning
 
 _NEGATIVE_INFINITY = np.float32(-np.inf)
-
-
-def attention_scales(head_dim: int) -> tuple[np.float32, np.float32]:
-    """``(scale, scale2)``: head_dim^-0.5 and head_dim^-0.5 * log2(e), each the exact value rounded once to float32."""
-    with localcontext() as context:
-        context.prec = 60
-        scale = 1 / Decimal(head_dim).sqrt()
-        # float32(str) would round twice (through float64); 60 digits make the comparison below decisive
-        return _nearest_float32(scale), _nearest_float32(scale / Decimal(2).ln())
-
-
-def _nearest_float32(value: Decimal) -> np.float32:
-    guess = np.float32(float(value))
-    neighbours = (np.nextafter(guess, np.float32(0)), guess, np.nextafter(guess, np.float32(np.inf)))
-    return min(neighbours, key=lambda candidate: abs(Decimal(float(candidate)) - value))
 
 
 @device_function
@@ -238,7 +222,7 @@ def attention(
         block_table: int32[S, B]; key j of sequence s lies in page ``block_table[s, j // page]``.
         starts: int32[S + 1], offsets of each sequence's rows in q.
         positions: int32[N], absolute positions, consecutive within a sequence.
-        scale2: head_dim^-0.5 * log2(e), rounded to float32 (:func:`attention_scales`).
+        scale2: head_dim^-0.5 * log2(e), rounded to float32 (``rlkernel.contract.hostscalars.attention_scales``).
         bf16: round P and the output to bfloat16 (held in float32).
 
     Returns:
@@ -247,6 +231,9 @@ def attention(
     Raises:
         ContractError: shapes, positions or table entries that do not fit together.
     """
+    q = expect("q", q, np.float32)
+    block_table, starts = expect("block_table", block_table, np.int32), expect("starts", starts, np.int32)
+    positions = expect("positions", positions, np.int32)
     tiles, costs = _tiles(q, k_pages, v_pages, block_table, starts, positions)
     out = np.empty(q.shape, np.float32)
     lse2 = np.empty(q.shape[:2], np.float32)

@@ -16,9 +16,10 @@ from numba import int64
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.attention import aligned_scratch
-from rlkernel.kernels.cpu.attention_pages import F32, I32, I64
-from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, LANES, chain_block, chain_lower, chain_upper, element_address
+from rlkernel.kernels.cpu.attention_pages import F32, I32, I64, expect
+from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, chain_block, chain_lower, chain_upper, element_address
 from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.microkernel import LANES
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -180,7 +181,7 @@ def attention_backward(
         lse2: f32[N, QH] of the forward.
         starts: int32[S + 1], offsets of the sequences' rows.
         scale, scale2: head_dim^-0.5 without and with log2(e), float32
-            (:func:`rlkernel.kernels.cpu.attention.attention_scales`).
+            (``rlkernel.contract.hostscalars.attention_scales``).
         bf16: round as dtype bfloat16 does (P, ds and the results).
 
     Returns:
@@ -189,6 +190,11 @@ def attention_backward(
     Raises:
         ContractError: shapes that do not fit together.
     """
+    dout, q, k, v, out, lse2 = (
+        expect(name, array, np.float32)
+        for name, array in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out), ("lse2", lse2))
+    )
+    starts = expect("starts", starts, np.int32)
     _check(dout, q, k, v, out, lse2, starts)
     depth = q.shape[2]
     dq, dk, dv = np.empty(q.shape, np.float32), np.empty(k.shape, np.float32), np.empty(v.shape, np.float32)

@@ -54,15 +54,28 @@ def gather_values(v_pages, table, kv_head, start, count, block, padded):
             row[d] = f32(0.0)
 
 
+def expect(name: str, array: Any, dtype: type) -> Any:
+    """The array, C-contiguous (copied if it is not); another dtype is a ContractError."""
+    if array.dtype != dtype:
+        raise ContractError(f"{name} is {array.dtype}; {np.dtype(dtype).name} is expected")
+    return np.ascontiguousarray(array)
+
+
 def page_size(k_pages: F32, v_pages: F32) -> int:
-    pages, kv_heads, depth, page = k_pages.shape
+    """Keys a page; pages that do not fit together, or cannot be used in place, are a ContractError."""
+    for name, pages in (("K pages", k_pages), ("V pages", v_pages)):
+        if pages.ndim != 4 or pages.dtype != np.float32 or not pages.flags.c_contiguous:
+            raise ContractError(
+                f"{name} must be a C-contiguous float32 array of 4 dimensions, not {pages.dtype} {pages.shape} "
+                f"with strides {pages.strides}"
+            )
+    count, kv_heads, depth, page = k_pages.shape
     if page == 0 or page % PAGE_UNIT:
         raise ContractError(f"a page of {page} keys is not possible; a positive multiple of {PAGE_UNIT} is")
-    if v_pages.shape != (pages, kv_heads, page, depth):
-        raise ContractError(
-            f"V pages {v_pages.shape} do not fit K pages {k_pages.shape}: {(pages, kv_heads, page, depth)} does"
-        )
-    return page
+    expected = (count, kv_heads, page, depth)
+    if v_pages.shape != expected:
+        raise ContractError(f"V pages {v_pages.shape} do not fit K pages {k_pages.shape}: {expected} does")
+    return int(page)
 
 
 @kernel
@@ -77,7 +90,7 @@ def _append(first, last, k, v, k_pages, v_pages, slots):
                 v_pages[target, head, offset, d] = v[n, head, d]
 
 
-def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: Workers) -> None:
+def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: Workers | None) -> None:
     """Write keys and values f32[N, KVH, D] into the pages, at ``slots`` (int64[N], page * page_size + offset).
 
     K pages are f32[P, KVH, D, page] (keys are the vector axis), V pages f32[P, KVH, page, D]. Slots are distinct.
@@ -86,6 +99,7 @@ def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: W
         ContractError: shapes do not fit, or a slot lies outside the pages.
     """
     page = page_size(k_pages, v_pages)
+    k, v, slots = expect("k", k, np.float32), expect("v", v, np.float32), expect("slots", slots, np.int64)
     expected = (slots.shape[0], k_pages.shape[1], k_pages.shape[2])
     if k.shape != expected or v.shape != expected:
         raise ContractError(
@@ -96,17 +110,22 @@ def append_kv(k: F32, v: F32, k_pages: F32, v_pages: F32, slots: I64, workers: W
             f"append_kv: slots {int(slots.min())}..{int(slots.max())} reach outside the {k_pages.shape[0] * page} "
             f"slots of {k_pages.shape[0]} pages of {page}"
         )
-    if slots.size:
+    if slots.size and workers is not None:
         workers.run(_append, slots.shape[0], k, v, k_pages, v_pages, slots, grain=32)
+    elif slots.size:
+        _append(0, slots.shape[0], k, v, k_pages, v_pages, slots)
 
 
-def pages_from_sequences(k: F32, v: F32, starts: I32, workers: Workers, page: int = 64) -> tuple[F32, F32, I32]:
+def pages_from_sequences(
+    k: F32, v: F32, starts: I32, page: int = 64, workers: Workers | None = None
+) -> tuple[F32, F32, I32]:
     """Pages of a training batch: every sequence from position 0 in its own zero-padded pages.
 
-    Args: k, v f32[N, KVH, D]; starts int32[S + 1]; page: keys a page.
+    Args: k, v f32[N, KVH, D]; starts int32[S + 1]; page: keys a page; without workers the calling thread copies.
     Returns: ``(k_pages, v_pages, block_table int32[S, B])``, unused table entries are 0.
     """
-    counts = np.diff(starts.astype(np.int64))
+    begin = starts[:-1].astype(np.int64)
+    counts = starts[1:] - begin
     needed = -(-counts // page)
     first = np.cumsum(needed) - needed
     width = int(needed.max(initial=1))
@@ -114,6 +133,6 @@ def pages_from_sequences(k: F32, v: F32, starts: I32, workers: Workers, page: in
     table = np.where(columns < needed[:, None], first[:, None] + columns, 0).astype(np.int32)
     k_pages = np.zeros((int(needed.sum()), k.shape[1], k.shape[2], page), np.float32)
     v_pages = np.zeros((int(needed.sum()), k.shape[1], page, k.shape[2]), np.float32)
-    within = np.arange(k.shape[0]) - np.repeat(starts[:-1].astype(np.int64), counts)
-    append_kv(k, v, k_pages, v_pages, np.repeat(first, counts) * page + within, workers)
+    slots = np.repeat(first * page - begin, counts) + np.arange(k.shape[0])
+    append_kv(k, v, k_pages, v_pages, slots, workers)
     return k_pages, v_pages, table

@@ -1,26 +1,24 @@
 """Register tiles of attention: continued fp32 FMA chains over the depth, vectors over the columns.
 
 A tile computes ``c[r, n] = fma(a[r, k], b[k, n], c[r, n])`` for k ascending. Every element is one chain, so
-its bits do not depend on how rows and columns are cut into tiles: the sizes below are tuning and follow the
-vector registers of this CPU. The loops are emitted as LLVM vector code, because whether LLVM's own
-vectoriser finds them depends on its version.
+its bits do not depend on how rows and columns are cut into tiles: their sizes are tuning and follow the vector
+registers of this CPU. Unlike the micro-kernel of the GEMM, operands keep their strides (nothing is packed), and
+tiles one vector wide serve what is left of keys and head dimension. The loops are emitted as LLVM vector code,
+because whether LLVM's own vectoriser finds them depends on its version.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import llvmlite.ir as ir
 import numba
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
-LANES = 16 if _WIDE else 8
-VECTORS = 4 if _WIDE else 2  # accumulators a row: 6 x 4 of 32 registers, or 6 x 2 of 16
-ROWS = 6
+from rlkernel.kernels.cpu.microkernel import LANES, MAX_ROWS, VECTORS
+
 COLUMNS = LANES * VECTORS
 
 KEY_BLOCK = 64  # keys that share one online maximum: contractual, whatever the tiles above are
@@ -147,7 +145,7 @@ def _tile(
         builder.function.attributes.add("noinline")
         done = builder.append_basic_block("tiles_done")
         switch = builder.switch(values[0], done)
-        for rows in range(1, ROWS + 1):
+        for rows in range(1, MAX_ROWS + 1):
             for wide in (0, 1):
                 block = builder.append_basic_block(f"tile_{rows}_{wide}")
                 switch.add_case(ir.Constant(_INDEX, 2 * rows + wide), block)
@@ -168,8 +166,8 @@ def chain_block(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth, f
     ``a[r, k]`` lies at ``a + 4 * (r * a_row + k * a_depth)``; columns of b and c are contiguous. ``columns`` is
     rounded up to whole vectors of LANES: b and c must have room for them.
     """
-    for row in range(0, rows, ROWS):
-        height = min(ROWS, rows - row)
+    for row in range(0, rows, MAX_ROWS):
+        height = min(MAX_ROWS, rows - row)
         a_first = a + 4 * row * a_row
         c_first = c + 4 * row * c_row
         column = 0
@@ -201,8 +199,8 @@ def chain_lower(rows, group, first, limit, columns, a, a_row, b, b_depth, c, c_r
     The chains are continued and ``a_depth`` is 1. What all rows of a tile see is shared; the rest is walked group
     by group. No row ever multiplies a value that it may not depend on: a zero weight would not do (0 * NaN is NaN).
     """
-    for row in range(0, rows, ROWS):
-        height = min(ROWS, rows - row)
+    for row in range(0, rows, MAX_ROWS):
+        height = min(MAX_ROWS, rows - row)
         shared = min(limit, first + row // group)
         chain_block(height, columns, a + 4 * row * a_row, a_row, 1, b, b_depth, c + 4 * row * c_row, c_row, shared, 0)
         part = row
@@ -220,8 +218,8 @@ def chain_lower(rows, group, first, limit, columns, a, a_row, b, b_depth, c, c_r
 @numba.njit(nogil=True, error_model="numpy", fastmath=False, forceinline=False)
 def chain_upper(rows, columns, a, a_row, a_depth, b, b_depth, c, c_row, depth):
     """:func:`chain_block` where row r takes part only for ``k >= r`` (continued; ``rows <= depth``)."""
-    for row in range(0, rows, ROWS):
-        height = min(ROWS, rows - row)
+    for row in range(0, rows, MAX_ROWS):
+        height = min(MAX_ROWS, rows - row)
         shared = row + height - 1
         for part in range(row, shared):
             a_part, c_part = a + 4 * (part * a_row + part * a_depth), c + 4 * part * c_row
