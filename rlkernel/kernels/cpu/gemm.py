@@ -8,24 +8,24 @@ the second-level cache; between blocks the accumulators rest in the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import float32 as f32
-from numba import uint32
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
-from rlkernel.kernels.cpu.primitives import bits_float, round_bf16
+from rlkernel.kernels.cpu.panels import Panels, pack_columns, pack_rows, unpack_row
+from rlkernel.kernels.cpu.primitives import round_bf16
 from rlkernel.kernels.cpu.threads import Workers
+
+__all__ = ["Panels", "bias_gradient", "matmul", "pack_columns", "pack_rows", "unpack_row", "weight_gradient"]
 
 Array = np.ndarray[Any, Any]
 
 _DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
 _GROUP_BLOCKS = 16  # row blocks that share one leaf buffer
-_PACK_PANELS = 16  # panels that are packed together: 4 KiB of a row at the widest panel
 _GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-level cache meanwhile
 _GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
 _EMPTY = np.zeros(0, np.float32)
@@ -33,155 +33,6 @@ _EMPTY = np.zeros(0, np.float32)
 _TASK_NANOSECONDS = 25_000.0
 _FMA_PER_NANOSECOND = 50.0
 _ELEMENTS_PER_NANOSECOND = 8.0
-
-
-@dataclass(frozen=True)
-class Panels:
-    """A packed matrix of ``rows`` outputs by ``depth`` reduced elements.
-
-    Attributes:
-        data: float32 ``[ceil(rows / PANEL_WIDTH), depth, PANEL_WIDTH]``; element (row, k) lies at
-            ``[row // PANEL_WIDTH, k, row % PANEL_WIDTH]``; columns after the last row are +0.
-        rows: N, the number of outputs.
-        depth: K, the length of a chain.
-    """
-
-    data: Array
-    rows: int
-    depth: int
-
-
-def panel_count(rows: int) -> int:
-    """Number of panels that ``rows`` outputs need."""
-    return -(-rows // PANEL_WIDTH)
-
-
-@kernel
-def _pack_rows_float32(first, last, w, data):
-    rows, depth = w.shape
-    for p in range(first, last):
-        base = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, rows - base)
-        for k_base in range(0, depth, 16):
-            k_end = min(k_base + 16, depth)
-            for j in range(width):
-                for k in range(k_base, k_end):
-                    data[p, k, j] = w[base + j, k]
-        for k in range(depth):
-            data[p, k, width:] = f32(0.0)
-
-
-@kernel
-def _pack_rows_bfloat16(first, last, w, data):
-    rows, depth = w.shape
-    for p in range(first, last):
-        base = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, rows - base)
-        for k_base in range(0, depth, 32):
-            k_end = min(k_base + 32, depth)
-            for j in range(width):
-                for k in range(k_base, k_end):
-                    data[p, k, j] = bits_float(uint32(uint32(w[base + j, k]) << uint32(16)))
-        for k in range(depth):
-            data[p, k, width:] = f32(0.0)
-
-
-@kernel
-def _pack_columns_float32(first, last, w, data):
-    depth, rows = w.shape
-    for p_base in range(first, last, _PACK_PANELS):  # reads then go along rows, page after page
-        for k in range(depth):
-            for p in range(p_base, min(p_base + _PACK_PANELS, last)):
-                base = p * PANEL_WIDTH
-                width = min(PANEL_WIDTH, rows - base)
-                for j in range(width):
-                    data[p, k, j] = w[k, base + j]
-                for j in range(width, PANEL_WIDTH):
-                    data[p, k, j] = f32(0.0)
-
-
-@kernel
-def _pack_columns_bfloat16(first, last, w, data):
-    depth, rows = w.shape
-    for p_base in range(first, last, _PACK_PANELS):  # reads then go along rows, page after page
-        for k in range(depth):
-            for p in range(p_base, min(p_base + _PACK_PANELS, last)):
-                base = p * PANEL_WIDTH
-                width = min(PANEL_WIDTH, rows - base)
-                for j in range(width):
-                    data[p, k, j] = bits_float(uint32(uint32(w[k, base + j]) << uint32(16)))
-                for j in range(width, PANEL_WIDTH):
-                    data[p, k, j] = f32(0.0)
-
-
-@kernel
-def _unpack_rows(first, last, data, row_ids, out):
-    depth = data.shape[1]
-    for i in range(first, last):
-        p = row_ids[i] // PANEL_WIDTH
-        j = row_ids[i] % PANEL_WIDTH
-        for k in range(depth):
-            out[i, k] = data[p, k, j]
-
-
-def _check_weight(w: Array) -> None:
-    if w.ndim != 2 or w.dtype not in (np.float32, np.uint16):
-        raise ContractError(
-            f"a weight to pack is a matrix of float32, or of uint16 that holds bfloat16 bits; "
-            f"this one has {w.ndim} axes and dtype {w.dtype}"
-        )
-
-
-def _pack(w: Array, rows: int, depth: int, columns: bool, workers: Workers, out: Panels | None) -> Panels:
-    if out is None:
-        out = Panels(np.empty((panel_count(rows), depth, PANEL_WIDTH), np.float32), rows, depth)
-    elif (out.rows, out.depth) != (rows, depth):
-        raise ContractError(
-            f"panels of {out.rows} rows and depth {out.depth} cannot take a weight of {rows} rows and depth {depth}"
-        )
-    if w.dtype == np.uint16:
-        function = _pack_columns_bfloat16 if columns else _pack_rows_bfloat16
-    else:
-        function = _pack_columns_float32 if columns else _pack_rows_float32
-    if rows and depth:
-        grain = 1 + 100_000 // (depth * PANEL_WIDTH)
-        workers.run(function, panel_count(rows), np.ascontiguousarray(w), out.data, grain=grain)
-    return out
-
-
-def pack_rows(w: Array, workers: Workers, out: Panels | None = None) -> Panels:
-    """Pack ``w[N, K]`` for ``x @ w.T`` (chains over K).
-
-    Args:
-        w: float32, or uint16 holding bfloat16 bits (widened exactly).
-        out: panels of the same shape to write into, so that no memory is allocated.
-
-    Raises:
-        ContractError: another dtype or rank, or ``out`` of another shape.
-    """
-    _check_weight(w)
-    return _pack(w, w.shape[0], w.shape[1], False, workers, out)
-
-
-def pack_columns(w: Array, workers: Workers, out: Panels | None = None) -> Panels:
-    """Pack ``w[N, K]`` for ``dy @ w`` (chains over N): panels of K rows and depth N. Otherwise as :func:`pack_rows`."""
-    _check_weight(w)
-    return _pack(w, w.shape[1], w.shape[0], True, workers, out)
-
-
-def unpack_row(panels: Panels, row_ids: Array) -> Array:
-    """Rows of the packed matrix, exactly as they were packed: ``row_ids[n]`` -> float32 ``[n, depth]``.
-
-    Raises:
-        ContractError: an id below 0, or not below ``panels.rows``.
-    """
-    ids = np.ascontiguousarray(row_ids, dtype=np.int64).reshape(-1)
-    if ids.size and (ids.min() < 0 or ids.max() >= panels.rows):
-        wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise ContractError(f"row {wrong} was asked of a packed matrix of {panels.rows} rows (0 to {panels.rows - 1})")
-    out = np.empty((ids.size, panels.depth), np.float32)
-    _unpack_rows(0, ids.size, panels.data, ids, out)
-    return out
 
 
 @device_function
@@ -219,8 +70,8 @@ def _matmul(first, last, a, rows, depth, blocks, b, columns, leaves, bias, has_b
     """Output tasks first..last; task = panel * blocks + row block. All arrays flat."""
     leaf_depth = depth // leaves
     group_rows = min(rows, _GROUP_BLOCKS * MAX_ROWS)
-    direct_possible = leaves == 1
-    buffer = np.empty(0 if direct_possible and columns % PANEL_WIDTH == 0 else leaves * group_rows * PANEL_WIDTH, np.float32)
+    only_direct = leaves == 1 and columns % PANEL_WIDTH == 0
+    buffer = np.empty(0 if only_direct else leaves * group_rows * PANEL_WIDTH, np.float32)
     task = first
     while task < last:
         p = task // blocks
@@ -228,7 +79,7 @@ def _matmul(first, last, a, rows, depth, blocks, b, columns, leaves, bias, has_b
         block_last = min(blocks, block_first + last - task)
         column = p * PANEL_WIDTH
         width = min(PANEL_WIDTH, columns - column)
-        direct = direct_possible and width == PANEL_WIDTH
+        direct = leaves == 1 and width == PANEL_WIDTH
         if not direct:
             block_last = min(block_last, block_first + _GROUP_BLOCKS)
         task += block_last - block_first
@@ -273,9 +124,10 @@ def _grain(rows: int, depth: int) -> int:
 
 def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+        layout = "C-contiguous" if array.flags.c_contiguous else "not C-contiguous"
         raise ContractError(
             f"{name} must be C-contiguous float32 of shape {list(shape)}; "
-            f"it is {array.dtype} of shape {list(array.shape)}" + ("" if array.flags.c_contiguous else ", not contiguous")
+            f"it is {layout} {array.dtype} of shape {list(array.shape)}"
         )
 
 
@@ -352,16 +204,12 @@ def _weight_gradient(first, last, dy, rows, tokens, x, columns, column_parts, gr
                     place = (row_first + r) * columns + column
                     x_base = (p * tokens + t_first) * PANEL_WIDTH
                     if width == PANEL_WIDTH:
-                        fma_tile(
-                            count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, grad, place, columns, t_count, True
-                        )
+                        fma_tile(count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, grad, place, columns, t_count, True)
                         continue
                     for i in range(count):
                         for j in range(PANEL_WIDTH):
                             ragged[i * PANEL_WIDTH + j] = grad[place + i * columns + j] if j < width else f32(0.0)
-                    fma_tile(
-                        count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, ragged, 0, PANEL_WIDTH, t_count, True
-                    )
+                    fma_tile(count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, ragged, 0, PANEL_WIDTH, t_count, True)
                     for i in range(count):
                         for j in range(width):
                             grad[place + i * columns + j] = ragged[i * PANEL_WIDTH + j]

@@ -28,7 +28,7 @@ _PREFETCH_DISTANCE = 16  # k-steps ahead; only for tiles of few rows, which are 
 
 
 def vector_shape(features: str) -> tuple[int, int]:
-    """``(lanes of a vector, vectors a panel is wide)`` for a comma-separated LLVM feature string (``+avx2,-avx512f``)."""
+    """``(lanes of a vector, vectors a panel is wide)`` for an LLVM feature string (``+avx2,-avx512f``)."""
     enabled = set(features.split(","))
     if "+avx512f" in enabled:
         return 16, 4
@@ -52,7 +52,7 @@ def _declare(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir
 
 
 def _tile_function(module: ir.Module, rows: int) -> ir.Function:
-    """``void tile(a, a_row, a_k, b, c, c_row, depth, continued)``: strides in elements, b is ``[depth][PANEL_WIDTH]``."""
+    """``void tile(a, a_row, a_k, b, c, c_row, depth, continued)``: strides in elements, b ``[depth][PANEL_WIDTH]``."""
     name = f"rlkernel_fma_tile_{rows}x{VECTORS}x{LANES}"
     existing = module.globals.get(name)
     if existing is not None:
@@ -182,18 +182,28 @@ def fma_tile(  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch_for_write(typing_context, array, start):  # type: ignore[no-untyped-def]
-    """Bring the cache line of ``array[start]`` (flat float32) near; an address outside the array does nothing."""
+def copy_panel_row(typing_context, source, source_start, target, target_start):  # type: ignore[no-untyped-def]
+    """Copy PANEL_WIDTH elements between flat arrays: float32, or uint16 holding bfloat16 bits, to float32 (exact)."""
     del typing_context
-    if not _is_float32_vector(array):
+    widen = isinstance(source, types.Array) and source.dtype == types.uint16 and source.ndim == 1
+    if not _is_float32_vector(target) or not (widen or _is_float32_vector(source)):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        function_type = ir.FunctionType(ir.VoidType(), [_POINTER, _INT32, _INT32, _INT32])
-        prefetch = _declare(builder.module, "llvm.prefetch.p0", function_type)
-        flags = [ir.Constant(_INT32, value) for value in (1, 3, 1)]
-        builder.call(prefetch, [builder.gep(data, [arguments[1]]), *flags])
+        read = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        write = context.make_array(signature.args[2])(context, builder, arguments[2]).data
+        vector = ir.VectorType(_FLOAT, LANES)
+        words = ir.VectorType(_INT32, LANES)
+        loaded = ir.VectorType(ir.IntType(16), LANES) if widen else vector
+        for v in range(VECTORS):
+            offset = ir.Constant(_INT64, v * LANES)
+            place = builder.gep(read, [builder.add(arguments[1], offset)])
+            value = builder.load(builder.bitcast(place, loaded.as_pointer()), align=2 if widen else 4)
+            if widen:
+                shifted = builder.shl(builder.zext(value, words), ir.Constant(words, [16] * LANES))
+                value = builder.bitcast(shifted, vector)
+            place = builder.gep(write, [builder.add(arguments[3], offset)])
+            builder.store(value, builder.bitcast(place, vector.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.int64), codegen
+    return types.void(source, types.int64, target, types.int64), codegen
