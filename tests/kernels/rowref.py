@@ -163,7 +163,11 @@ def gumbel_scores(z: F32, seed: int, prompt_index: int, k: int, namespace: int, 
     """Scores of every vocabulary id of one row."""
     groups = np.arange(-(-z.size // 4), dtype=np.uint64)
     words = philox([groups, position, prompt_index, namespace << 24 | k], [seed & 0xFFFFFFFF, seed >> 32])
-    pattern = np.stack(words, axis=1).reshape(-1)[: z.size]
+    return score(z, np.stack(words, axis=1).reshape(-1)[: z.size])
+
+
+def score(z: F32, pattern: Any) -> F32:
+    """``z`` plus the Gumbel noise of 32-bit patterns (uint64)."""
     w = fma32((pattern >> np.uint64(8)).astype(np.float32), np.float32(2**-24), np.float32(2**-25))
     w = np.minimum(w, np.float32(1 - 2**-24))
     series = fma32(w, np.float32(1 / 4), np.float32(1 / 3))
