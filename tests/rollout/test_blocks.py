@@ -147,7 +147,7 @@ def test_default_num_blocks_is_the_need_or_what_the_memory_holds() -> None:
     need = dict(max_num_seqs=4, tokens_per_sequence=100, block_size=16, bytes_per_block=1000)
     assert default_num_blocks(**need, memory_bytes=1 << 30) == 4 * 7
     assert default_num_blocks(**need, memory_bytes=20_999) == 19
-    with pytest.raises(InputError, match="8 KV blocks of 1000 bytes .* 8000 bytes; memory for KV is 7999 bytes"):
+    with pytest.raises(InputError, match=r"8 KV blocks of 1000 bytes .* 8000 bytes; memory for KV is 7999 bytes"):
         default_num_blocks(**need, memory_bytes=7999)
 
 

@@ -198,7 +198,7 @@ class BeyondVocabulary(FakeModel):
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(InvariantViolation, match="the model sampled token ids from .* the vocabulary has 97"):
+    with pytest.raises(InvariantViolation, match=r"the model sampled token ids from .* the vocabulary has 97"):
         one(make_engine(model=BeyondVocabulary), request())
 
 

@@ -129,7 +129,9 @@ def test_a_planted_stale_block_raises() -> None:
     collect(engine, REQUESTS)
     keep_stale(engine)
     commit(engine, 1)
-    with pytest.raises(InvariantViolation, match="would read KV block .* written by weight versions 0 to 0; version 1"):
+    with pytest.raises(
+        InvariantViolation, match=r"would read KV block .* written by weight versions 0 to 0; version 1"
+    ):
         collect(engine, REQUESTS)
     assert engine.unfinished == 0 and engine.blocks.in_use == 0
 
