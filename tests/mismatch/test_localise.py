@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.helpers import runner, samples, tensors
 from vime.mismatch.localise import TraceRecorder, first_divergence, localise
+from vime.train.batching import flatten
+from vime.train.native.model import token_batch
 
 REGIONS = ("embedding", "layers.0.attention_norm", "layers.1.attention", "final_norm")
 
@@ -69,3 +72,32 @@ def test_the_recorder_keeps_copies_and_takes_tensors():
     recorder("b", "out", torch.ones(1, 2, dtype=torch.bfloat16))
     assert recorder.boundaries[0].values.tolist() == [[0, 0]]
     assert recorder.boundaries[1].values.dtype == np.float32
+
+
+def real_side(change=None):
+    """A side of the real model, with one bit of one weight flipped where ``change`` names it."""
+    weights = tensors()
+    if change is not None:
+        name, element, bit = change
+        weights[name].view(torch.int32).view(-1)[element] ^= 1 << bit
+    model = runner(weights, training=False)
+    flat = flatten(samples(1, 1))
+
+    def run_side(recorder):
+        model.trace = recorder
+        model.hidden(token_batch(flat), None, "trainer_score")
+        model.trace = None
+
+    return run_side
+
+
+def test_a_flipped_weight_is_located_in_the_real_model():
+    assert localise(real_side(), real_side()) is None
+    for name, region in (
+        ("model.layers.1.self_attn.o_proj.weight", "layers.1.o_proj"),
+        ("model.layers.0.self_attn.k_norm.weight", "layers.0.qk_norm"),
+        ("model.layers.1.mlp.up_proj.weight", "layers.1.gate_up_proj"),
+        ("model.norm.weight", "final_norm"),
+    ):
+        found = localise(real_side(), real_side((name, 3, 20)))
+        assert (found.kind, found.region) == ("values", region)
