@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from vime.cli.options import json_option, overrides_option, pipeline_argument
 from vime.errors import Interrupted
+
+if TYPE_CHECKING:
+    from vime.pipeline.prepare import Prepared
 
 
 @click.command()
@@ -26,8 +30,7 @@ def run(pipeline: str, overrides: tuple[str, ...], fresh: bool, as_json: bool) -
         moved = set_aside(Path(loaded.pipeline.run_directory))
         if moved is not None:
             click.echo(f"vime: the run that was there is now {moved}", err=True)
-    prepare(loaded)
-    return _drive(loaded.pipeline, as_json, resume=False)
+    return _drive(prepare(loaded), as_json, resume=False)
 
 
 @click.command()
@@ -46,24 +49,22 @@ def resume(run_directory: str, as_json: bool) -> int:
     if Path(loaded.pipeline.run_directory).resolve() != Path(run_directory).resolve():
         # the folder was moved, or the command runs in another one
         loaded = load_pipeline(file, [f"run_directory={_quoted(str(Path(run_directory).resolve()))}"])
-    prepare(loaded, new_run=False)
-    return _drive(loaded.pipeline, as_json, resume=True)
+    return _drive(prepare(loaded, new_run=False), as_json, resume=True)
 
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _drive(pipeline: object, as_json: bool, *, resume: bool) -> int:
+def _drive(prepared: Prepared, as_json: bool, *, resume: bool) -> int:
     from vime.cli.progress import observing
-    from vime.pipeline.schema import Pipeline
     from vime.runtime import run_loop
 
-    assert isinstance(pipeline, Pipeline)
+    pipeline = prepared.pipeline
     hint = f"continue it with: vime resume {pipeline.run_directory}"
     with observing(as_json) as observer:
         try:
-            outcome = run_loop.run(pipeline, resume=resume, observer=observer)
+            outcome = run_loop.run(prepared, resume=resume, observer=observer)
         except Interrupted as error:
             raise Interrupted(f"{error}; {hint}") from error
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from vime.pipeline.machine import check_machine, check_run_directory
 from vime.pipeline.model import ResolvedModel, resolve_model
 from vime.pipeline.problems import PipelineError, Problem
 from vime.pipeline.schema import Pipeline
-from vime.pipeline.sizes import check_model_sizes, check_sequence_sizes, kv_blocks
+from vime.pipeline.sizes import check_model_sizes, check_sequence_sizes, kv_blocks, longest_sequence
 from vime.pipeline.stages import step_graph
 from vime.tasks import FILTERS, REWARDS, SOURCES
 from vime.tasks.prompts import PromptSet
@@ -44,6 +44,11 @@ class Prepared:
     longest_prompt: int
     num_blocks: int
     graph: Graph
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that can be generated."""
+        return longest_sequence(self.pipeline, self.config, self.longest_prompt)
 
     def sampling(self, namespace: Namespace) -> SamplingParams:
         """How samples of a namespace are drawn; evaluation differs from training in ``greedy`` alone."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.train.interface import TrainSample
 from vime.types import GeneratedSample, RolloutRequest, SampleId, SamplingParams, VersionRun
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -83,3 +84,19 @@ def sample_from_message(header: Mapping[str, Any], arrays: Arrays) -> GeneratedS
         extra=header["extra"],
         **{name: arrays[name] for name in _ARRAYS},
     )
+
+
+def train_sample_to_json(sample: TrainSample) -> dict[str, Any]:
+    """Identity and tokens of a sequence that is to be evaluated."""
+    return {
+        "sample_id": str(sample.sample_id),
+        "prompt": list(sample.prompt_token_ids),
+        "tokens": list(sample.token_ids),
+    }
+
+
+def train_sample_from_json(data: Mapping[str, Any]) -> TrainSample:
+    """Inverse of :func:`train_sample_to_json`; every token counts."""
+    tokens = tuple(data["tokens"])
+    mask = np.ones(len(tokens), np.bool_)
+    return TrainSample(SampleId.parse(data["sample_id"]), tuple(data["prompt"]), tokens, mask)

@@ -11,7 +11,7 @@ from typing import Any
 from rlkernel.contract.identity import Identities
 from rlkernel.errors import RlkernelError
 from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
-from vime.rollout.interface import CommittedVersion, RolloutEngine
+from vime.rollout.interface import CommittedVersion
 from vime.runtime.messages import (
     receive,
     request_from_json,
@@ -19,11 +19,14 @@ from vime.runtime.messages import (
     sample_from_message,
     sample_to_message,
     send,
+    train_sample_from_json,
+    train_sample_to_json,
 )
 from vime.sync.transport import make_transport
+from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
-EngineFactory = Callable[[Mapping[str, Any]], RolloutEngine]
+EngineFactory = Callable[[Mapping[str, Any]], Any]
 _ERRORS: dict[str, type[VimeError]] = {
     error.__name__: error for error in (InputError, InvariantViolation, Interrupted)
 }
@@ -63,6 +66,10 @@ def _serve(connection: Connection, factory: EngineFactory, specification: Mappin
                 send(connection, {"value": None})
             elif call == "committed":
                 send(connection, {"value": _committed_json(engine.committed())})
+            elif call == "score":
+                scored = engine.score(train_sample_from_json(header["sample"]), header["temperature"])
+                arrays = {"logprobs": scored.logprobs, "digests": scored.digests, "entropies": scored.entropies}
+                send(connection, {"value": None}, arrays)
             elif call == "evidence":
                 send(connection, {"value": engine.evidence()})
             elif call == "generate":
@@ -123,11 +130,14 @@ class ProcessEngine:
             raise _ERRORS.get(header["error"], InputError)(f"engine {self._id}: {header['message']}")
         return header, arrays
 
-    def _call(self, call: str, **arguments: Any) -> Any:
+    def _send(self, header: Mapping[str, Any]) -> None:
         try:
-            send(self._connection, {"call": call, **arguments})
+            send(self._connection, header)
         except (BrokenPipeError, ConnectionError) as error:
             raise Interrupted(f"engine {self._id} is gone; resume the run") from error
+
+    def _call(self, call: str, **arguments: Any) -> Any:
+        self._send({"call": call, **arguments})
         return self._receive()[0]["value"]
 
     def identities(self) -> Identities:
@@ -148,12 +158,18 @@ class ProcessEngine:
         return None if value is None else CommittedVersion(**value)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]:
-        send(self._connection, {"call": "generate", "requests": [request_to_json(r) for r in requests]})
+        self._send({"call": "generate", "requests": [request_to_json(r) for r in requests]})
         while True:
             header, arrays = self._receive()
             if "sample" not in header:
                 return
             yield sample_from_message(header["sample"], arrays)
+
+    def score(self, sample: TrainSample, temperature: float) -> ScoredSample:
+        header = {"call": "score", "sample": train_sample_to_json(sample), "temperature": temperature}
+        self._send(header)
+        _, arrays = self._receive()
+        return ScoredSample(sample.sample_id, arrays["logprobs"], arrays["digests"], arrays["entropies"])
 
     def evidence(self) -> dict[str, Any]:
         return dict(self._call("evidence"))

@@ -23,14 +23,13 @@ from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
 from vime.pipeline.schema import Pipeline
-from vime.rollout.native.config import EngineConfig, blocks_of, default_num_blocks
+from vime.rollout.native.config import EngineConfig
 from vime.rollout.native.engine import NativeEngine
 from vime.rollout.native.model import KVShape
 from vime.runtime.deployment import describe_deployment
 from vime.runtime.models import load_pipeline_tokenizer
 
 ENGINE_ID = "native-0"
-DEFAULT_KV_BYTES = 8 << 30
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -74,7 +73,8 @@ class SideSpecification:
 
     pipeline: Pipeline
     config: ModelConfig
-    tokens_per_sequence: int
+    num_blocks: int
+    longest_sequence: int
 
     @property
     def dtype(self) -> str:
@@ -104,7 +104,7 @@ class SideSpecification:
             dtype=self.dtype,
             tp=self.tp,
             workers=workers,
-            max_position=min(self.config.max_position, self.tokens_per_sequence),
+            max_position=self.longest_sequence,
         )
 
     def weights(
@@ -123,43 +123,28 @@ class SideSpecification:
         return {
             "pipeline": self.pipeline.model_dump(mode="json"),
             "config": config_to_json(self.config),
-            "tokens_per_sequence": self.tokens_per_sequence,
+            "num_blocks": self.num_blocks,
+            "longest_sequence": self.longest_sequence,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SideSpecification:
         """Inverse of :meth:`as_json`."""
         pipeline = Pipeline.model_validate(data["pipeline"])
-        return cls(pipeline, config_from_json(data["config"]), data["tokens_per_sequence"])
+        return cls(pipeline, config_from_json(data["config"]), data["num_blocks"], data["longest_sequence"])
 
 
 def engine_config(side: SideSpecification, engine_id: str) -> EngineConfig:
-    """Scheduling of the native engine as the pipeline says. Raises InputError if memory holds no sequence."""
-    rollout, config = side.pipeline.stages.rollout, side.config
-    longest = min(side.tokens_per_sequence, config.max_position)
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
-    blocks = rollout.num_blocks
-    if blocks is None:
-        # prefixes of other samples may stay cached beside the running sequences
-        wanted = blocks_of(longest, rollout.block_size) * rollout.max_num_seqs
-        blocks = min(
-            wanted,
-            default_num_blocks(
-                max_num_seqs=rollout.max_num_seqs,
-                tokens_per_sequence=longest,
-                block_size=rollout.block_size,
-                bytes_per_block=shape.bytes_per_block(rollout.block_size),
-                memory_bytes=rollout.kv_memory_bytes or DEFAULT_KV_BYTES,
-            ),
-        )
+    """Scheduling of the native engine as the pipeline says."""
+    rollout = side.pipeline.stages.rollout
     return EngineConfig(
         engine_id=engine_id,
         max_num_seqs=rollout.max_num_seqs,
         max_batched_tokens=rollout.max_batched_tokens,
         block_size=rollout.block_size,
-        num_blocks=blocks,
+        num_blocks=side.num_blocks,
         prefix_caching=rollout.prefix_caching,
-        max_position=longest,
+        max_position=side.longest_sequence,
         seed=side.pipeline.seed,
     )
 
@@ -183,7 +168,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
                     dtype=side.dtype,
                     tp=side.tp,
                     workers=workers,
-                    max_position=min(side.config.max_position, side.tokens_per_sequence),
+                    max_position=side.longest_sequence,
                 )
             )
         return runners[0].with_weights(weights)

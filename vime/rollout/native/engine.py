@@ -23,8 +23,10 @@ from vime.rollout.native.model import EngineModel, KVShape, PagedKV
 from vime.rollout.native.sampling import sample_tokens
 from vime.rollout.native.scheduler import Scheduler, StepPlan
 from vime.rollout.native.sequence import SequenceState
+from vime.rollout.native.scoring import score_sequence
 from vime.rollout.native.stops import Detokenize, StopStrings
 from vime.rollout.native.weights import WeightsFactory, WeightSlots
+from vime.train.interface import ScoredSample, TrainSample
 from vime.types import FinishReason, GeneratedSample, RolloutRequest, SampleId
 
 ModelFactory = Callable[[Any], EngineModel]
@@ -295,6 +297,12 @@ class NativeEngine:
         tokens = sequence.tokens[sequence.prompt_length : sequence.length].tolist()
         text = self._detokenize(tokens) if self._detokenize is not None else ""
         return sequence.sample(reason, self.engine_id, text)
+
+    def score(self, sample: TrainSample, temperature: float) -> ScoredSample:
+        """Evaluate a given sequence with the served weights, by a forward of its own. Raises as :meth:`generate`."""
+        self._refuse_closed()
+        _ = self._weights.served
+        return score_sequence(self._model, sample, temperature)
 
     def abort(self, sample_id: SampleId) -> None:
         """End a sample now, with the tokens it has; it is yielded with finish reason ``aborted``.

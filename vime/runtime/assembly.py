@@ -1,0 +1,190 @@
+"""Puts the two sides of a run together: contract, trainer, engine, transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rlkernel.contract.build import Contract, compare_identities
+from rlkernel.contract.identity import Identities
+from rlkernel.contract.schedules import Schedule
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.evidence import Evidence
+from vime.errors import InvariantViolation
+from vime.pipeline.prepare import Prepared
+from vime.pipeline.schema import Pipeline
+from vime.rollout.interface import CommittedVersion
+from vime.runtime.models import load_pipeline_model
+from vime.runtime.process import ProcessEngine
+from vime.runtime.sides import (
+    ENGINE_ID,
+    SideSpecification,
+    build_engine,
+    build_engine_in_child,
+    pipeline_contract,
+    side_identities,
+)
+from vime.sync.transaction import LocalTarget
+from vime.sync.transport import Handle, Transport, make_transport
+from vime.train.interface import ScoredSample, Trainer, TrainSample
+from vime.train.losses import LossConfig
+from vime.train.native.optimizer import OptimizerConfig
+from vime.train.native.trainer import NativeTrainer, TrainerConfig
+from vime.types import GeneratedSample, RolloutRequest
+
+
+class RunEngine(Protocol):
+    """An engine as the run loop drives it, in this process or another."""
+
+    @property
+    def engine_id(self) -> str: ...
+
+    def identities(self) -> Identities: ...
+
+    def stage(self, version: int, handle: Handle) -> str: ...
+
+    def commit_weights(self, version: int, digest: str) -> CommittedVersion: ...
+
+    def rollback_weights(self) -> None: ...
+
+    def committed(self) -> CommittedVersion | None: ...
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]: ...
+
+    def score(self, sample: TrainSample, temperature: float) -> ScoredSample:
+        """An independent forward over a whole sequence with the served weights."""
+
+    def evidence(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class LocalEngine(LocalTarget):
+    """The embedded engine, with the transport's receiving end."""
+
+    def __init__(self, engine: Any, transport: Transport) -> None:
+        super().__init__(engine, transport)
+        self.native = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+@dataclass
+class Sides:
+    """Everything that computes. ``initial`` are the weights before the first step."""
+
+    contract: Contract
+    trainer: Trainer
+    engine: RunEngine
+    transport: Transport
+    workers: Workers
+    initial: Mapping[str, torch.Tensor]
+    source: str
+
+    def check_identities(self, exact: bool) -> dict[str, dict[str, str]]:
+        """Exchange identities. Raises InvariantViolation naming every differing field where both sides are exact."""
+        trainer, engine = self.trainer.identities(), self.engine.identities()
+        if exact:
+            problems = compare_identities(trainer, engine, self.contract, self.contract)
+            if problems:
+                raise InvariantViolation(
+                    f"trainer and engine {self.engine.engine_id} do not compute the same function: " + "; ".join(problems)
+                )
+        return {"trainer": trainer.as_json(), self.engine.engine_id: engine.as_json()}
+
+    def close(self) -> None:
+        """End engines and threads."""
+        self.engine.close()
+        self.trainer.close()
+        self.workers.close()
+
+
+SidesFactory = Callable[[Prepared, Path], Sides]
+
+
+def optimizer_config(pipeline: Pipeline) -> OptimizerConfig:
+    """AdamW and its schedule over all updates of the run."""
+    settings, train = pipeline.stages.train.optimizer, pipeline.stages.train
+    schedule = Schedule(
+        peak=settings.learning_rate,
+        kind=settings.schedule,
+        warmup_updates=settings.warmup_updates,
+        total_updates=pipeline.steps * train.updates_per_step,
+    )
+    return OptimizerConfig(
+        schedule=schedule,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+
+
+def trainer_config(pipeline: Pipeline) -> TrainerConfig:
+    """How a step is trained."""
+    train = pipeline.stages.train
+    with_kl = train.loss.kl.coefficient > 0
+    return TrainerConfig(
+        optimizer=optimizer_config(pipeline),
+        loss=LossConfig(
+            policy=train.loss.kind,
+            clip_low=train.loss.clip_low,
+            clip_high=train.loss.clip_high,
+            kl=train.loss.kl.estimator if with_kl else "none",
+            kl_coefficient=train.loss.kl.coefficient,
+            normalise=train.loss.normalise,
+        ),
+        temperature=pipeline.stages.rollout.sampling.temperature,
+        updates_per_step=train.updates_per_step,
+        micro_batch_samples=train.micro_batch_samples,
+        activation_checkpointing=train.activation_checkpointing,
+        data_parallel_leaves=pipeline.contract.topology.dp,
+    )
+
+
+def assemble(prepared: Prepared, run_directory: Path) -> Sides:
+    """Build both sides of a checked pipeline; nothing has run and no weights are published yet."""
+    pipeline = prepared.pipeline
+    if pipeline.threads is not None:
+        torch.set_num_threads(pipeline.threads)
+    workers = Workers(pipeline.threads)
+    loaded = load_pipeline_model(pipeline)
+    side = SideSpecification(pipeline, prepared.config, prepared.num_blocks, prepared.longest_sequence)
+    contract = pipeline_contract(pipeline, prepared.config)
+    numerics = pipeline.numerics.trainer
+    config = trainer_config(pipeline)
+    reference = None
+    if config.loss.needs_reference:
+        reference = side.runner(loaded.tensors, numerics, workers, Evidence("reference"), training=False)
+    sources = {"reward": prepared.reward.source_digest, "data": prepared.source.source_digest}
+    if prepared.filter is not None:
+        sources["filter"] = prepared.filter.source_digest
+    trainer = NativeTrainer(
+        side.runner(loaded.tensors, numerics, workers, Evidence("trainer"), training=True),
+        loaded.tensors,
+        config,
+        side_identities(contract, numerics, sources),
+        dtype=pipeline.contract.dtype,
+        workers=workers,
+        reference=reference,
+    )
+    folder = run_directory / "weights"
+    transport = make_transport(pipeline.stages.sync.transport, folder)
+    engine: RunEngine
+    if pipeline.placement == "colocated":
+        engine = LocalEngine(build_engine(side, ENGINE_ID, workers, prepared.tokenizer), transport)
+    else:
+        specification = {
+            "engine_id": ENGINE_ID,
+            "side": side.as_json(),
+            "transport": transport.name,
+            "transport_folder": str(folder),
+        }
+        engine = ProcessEngine(build_engine_in_child, specification)
+    return Sides(contract, trainer, engine, transport, workers, loaded.tensors, loaded.source)

@@ -1,0 +1,66 @@
+"""Publishes weight versions: digest, event, transaction over the engine, identities at every commit."""
+
+from __future__ import annotations
+
+from vime.errors import InvariantViolation
+from vime.rollout.interface import CommittedVersion
+from vime.runtime.assembly import Sides
+from vime.sync.transaction import SyncRecord, synchronise
+from vime.timeline.events import SyncCommitted, SyncRolledBack, SyncStaged, SyncVerified, VersionPublished
+from vime.timeline.manager import Timeline
+
+
+class Publisher:
+    """The current version and digest of a run."""
+
+    def __init__(self, sides: Sides, timeline: Timeline, exact: bool) -> None:
+        self._sides, self._timeline, self._exact = sides, timeline, exact
+        latest = timeline.state.latest_version
+        self.version = -1 if latest is None else latest.version
+        self.digest = "" if latest is None else latest.digest
+
+    def publish(self) -> CommittedVersion:
+        """Publish the trainer's weights as the next version and commit it on the engine.
+
+        Raises InvariantViolation if an engine's bytes or identity differ; the engine then serves the old version.
+        """
+        version, parent = self.version + 1, self.version if self.version >= 0 else None
+        digest = self._sides.trainer.manifest_digest()
+        self._sides.check_identities(self._exact)
+        tensors = self._sides.trainer.weights()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._timeline.append(
+            VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size})
+        )
+
+        def note(record: SyncRecord) -> None:
+            seen = {"seconds": record.seconds, "bytes": size}
+            common = {"engine": record.engine_id, "version": record.version, "observed": seen}
+            if record.kind == "staged":
+                self._timeline.append(SyncStaged(digest=record.digest, **common))
+            elif record.kind == "verified":
+                self._timeline.append(SyncVerified(digest=record.digest, **common))
+            elif record.kind == "committed":
+                self._timeline.append(SyncCommitted(digest=record.digest, **common))
+            else:
+                self._timeline.append(SyncRolledBack(reason=record.reason, **common))
+
+        synchronise(version, digest, tensors, [self._sides.engine], self._sides.transport, note)
+        self.version, self.digest = version, digest
+        return CommittedVersion(version, digest)
+
+    def catch_up(self) -> None:
+        """Bring a new engine process to the committed version of a resumed run; nothing new is published.
+
+        Raises InvariantViolation if the trainer's restored weights are not those that were published.
+        """
+        digest = self._sides.trainer.manifest_digest()
+        if digest != self.digest:
+            raise InvariantViolation(
+                f"the restored weights have digest {digest}; version {self.version} was published with {self.digest}"
+            )
+        self._sides.check_identities(self._exact)
+        tensors = self._sides.trainer.weights()
+        synchronise(
+            self.version, digest, tensors, [self._sides.engine], self._sides.transport, lambda record: None
+        )

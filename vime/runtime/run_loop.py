@@ -1,0 +1,327 @@
+"""Drives a run: setting up or resuming, the graph of stages for every step, evaluation, checkpoints, the end."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlkernel.contract.canonical import digest
+from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
+from vime.mismatch.report import build_report
+from vime.pipeline.graph import Graph, Stage
+from vime.pipeline.loading import resolved_yaml
+from vime.pipeline.prepare import Prepared
+from vime.pipeline.schema import Pipeline, bit_relevant
+from vime.pipeline.stages import step_specs
+from vime.report.html import render_html
+from vime.report.summary import RunSummary
+from vime.runtime.assembly import Sides, SidesFactory, assemble
+from vime.runtime.deployment import describe_deployment
+from vime.runtime.observer import Observer, RunOutcome, Silent
+from vime.runtime.publication import Publisher
+from vime.runtime.stages import StepStages
+from vime.store.run_directory import RunDirectory
+from vime.store.steps import step_report
+from vime.timeline.event import encode_value
+from vime.timeline.events import (
+    ContractFixed,
+    Evaluated,
+    PromptDrawn,
+    RunFinished,
+    RunInterrupted,
+    RunStarted,
+    StepFinished,
+)
+from vime.train.ordered import ordered_mean
+from vime.types import Prompt
+
+
+def pipeline_digest(pipeline: Pipeline) -> str:
+    """SHA-256 over the settings that can change a bit; floats as bit patterns."""
+    return digest(encode_value(bit_relevant(pipeline)))
+
+
+def run(
+    prepared: Prepared,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+    sides: SidesFactory = assemble,
+) -> RunOutcome:
+    """Run a checked pipeline from its start, or resume it.
+
+    Args:
+        prepared: the pipeline with everything that the checks loaded.
+        resume: take up the run in its directory; a finished run is reported again.
+        observer: watches; cannot change a bit.
+        sides: builds trainer and engine (tests plant faults here).
+
+    Raises:
+        InputError: the directory cannot be used, or a file does not fit.
+        InvariantViolation: bits differ, or an invariant of the timeline is broken.
+        Interrupted: the run stopped and can be resumed.
+    """
+    observer = observer or Silent()
+    path, keep = Path(prepared.pipeline.run_directory), prepared.pipeline.checkpoint.keep
+    if resume:
+        directory = RunDirectory.open_for_resume(path, keep)
+    else:
+        directory = RunDirectory.create(path, resolved_yaml(prepared.pipeline), keep)
+    with directory:
+        return _Run(prepared, directory, observer).drive(sides)
+
+
+class _Run:
+    """One call of :func:`run`, with its directory open."""
+
+    def __init__(self, prepared: Prepared, directory: RunDirectory, observer: Observer) -> None:
+        self.prepared, self.pipeline = prepared, prepared.pipeline
+        self.directory, self.timeline, self.observer = directory, directory.timeline, observer
+        self.started = time.perf_counter()
+        self.reports: list[Mapping[str, Any]] = []
+        self.evaluations: list[Mapping[str, Any]] = []
+        self.step_started = 0.0
+        self.times: dict[str, float] = {}
+
+    def drive(self, factory: SidesFactory) -> RunOutcome:
+        """Set up, do all steps, close."""
+        self._recall()
+        if self.directory.resumption.finished:
+            return self._outcome()
+        sides = factory(self.prepared, self.directory.path)
+        try:
+            self._work(sides)
+        except (Interrupted, KeyboardInterrupt) as error:
+            self._note_interruption(sides, str(error) or "interrupted")
+            raise
+        except VimeError as error:
+            self._note_interruption(sides, str(error))
+            raise
+        finally:
+            sides.close()
+        outcome = self._outcome()
+        self.observer.finished(outcome)
+        return outcome
+
+    def _recall(self) -> None:
+        """Reports and evaluations up to the point from where the run goes on."""
+        state = self.timeline.state
+        finished = [step.finished for step in state.steps.values() if step.finished is not None]
+        self.reports = [step_report(event) for event in finished]
+        self.evaluations = [_evaluation(event) for event in state.evaluations]
+
+    def _work(self, sides: Sides) -> None:
+        exact = self.pipeline.numerics.rollout == self.pipeline.numerics.trainer == "exact"
+        checkpoint = self.directory.resume_checkpoint()
+        if checkpoint is None:
+            self._start(sides, exact)
+        publisher = Publisher(sides, self.timeline, exact)
+        stages = StepStages(self.prepared, sides, self.directory, publisher, self.observer)
+        self._write_contract(sides)
+        first = self.timeline.state.next_step
+        self.observer.started(self.directory.path, first, self.pipeline.steps)
+        if checkpoint is None:
+            publisher.publish()
+            self._evaluate(stages, publisher, 0)
+        else:
+            sides.trainer.load(checkpoint.folder)
+            publisher.catch_up()
+        graph = self._graph(stages)
+        for step in range(first, self.pipeline.steps):
+            self._step(step, graph, stages, publisher)
+            self._after_step(step, stages, publisher, sides)
+        self.timeline.append(RunFinished(weights_digest=publisher.digest))
+        self._write_views(sides, "finished", "")
+
+    def _start(self, sides: Sides, exact: bool) -> None:
+        pipeline, engine = self.pipeline, sides.engine
+        self.timeline.append(
+            RunStarted(
+                run_seed=pipeline.seed,
+                pipeline_digest=pipeline_digest(pipeline),
+                steps=pipeline.steps,
+                max_staleness=pipeline.max_staleness,
+                engines=(engine.engine_id,),
+                resolved_digest=digest(encode_value(pipeline.model_dump(mode="json"))),
+                placement={"placement": pipeline.placement, "transport": sides.transport.name},
+            )
+        )
+        identities = sides.check_identities(exact)
+        named = ("semantic", "numerical_policy")
+        self.timeline.append(
+            ContractFixed(
+                trainer={name: identities["trainer"][name] for name in named},
+                rollout={name: identities[engine.engine_id][name] for name in named},
+                exact=exact,
+                sides=identities,
+            )
+        )
+
+    def _graph(self, stages: StepStages) -> Graph:
+        bound = stages.bound()
+        specs = step_specs(self.pipeline)
+        declared = tuple(spec.bind(bound[spec.name]) for spec in specs)
+        return Graph(declared, {name: kind for name, kind in self.prepared.graph.initial.items()})
+
+    def _draw(self, step: int) -> list[Prompt]:
+        count = self.pipeline.stages.rollout.prompts_per_step
+        prompts = self.prepared.train_prompts.take(self.timeline.state.cursor["train"], count)
+        for prompt in prompts:
+            row = self.prepared.train_prompts.row_number(prompt.prompt_index)
+            self.timeline.append(PromptDrawn.of(prompt, row))
+        return list(prompts)
+
+    def _step(self, step: int, graph: Graph, stages: StepStages, publisher: Publisher) -> None:
+        self.observer.step_started(step)
+        self.step_started, self.times = time.perf_counter(), {}
+        version = publisher.version
+        stages.begin(step)
+        graph.execute({"prompts": self._draw(step)}, self._timed)
+        self.times["total"] = time.perf_counter() - self.step_started
+        record = stages.record
+        assert record.comparison is not None
+        times = {name: value for name, value in self.times.items() if name not in ("filter", "advantage")}
+        report = build_report(
+            step=step,
+            weight_version=version,
+            samples=record.samples,
+            comparison=record.comparison,
+            advantages=record.advantages,
+            trained=record.trained,
+            time_s=times,
+            peak_memory_bytes=peak_memory_bytes(),
+            dropped_samples=record.dropped,
+        ).as_json()
+        self.reports.append(step_report(self.timeline.append(StepFinished.of(report))))
+        self.observer.step_finished(self.reports[-1])
+
+    def _timed(self, stage: Stage, call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        if self.observer.stop_requested():
+            raise Interrupted(f"stopped on request before stage {stage.name}")
+        self.observer.stage(stage.name)
+        begun = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.times[stage.name] = time.perf_counter() - begun
+
+    def _after_step(self, step: int, stages: StepStages, publisher: Publisher, sides: Sides) -> None:
+        settings, last = self.pipeline.stages.evaluate, step + 1 == self.pipeline.steps
+        if last or (settings.every and (step + 1) % settings.every == 0):
+            self._evaluate(stages, publisher, step + 1)
+        if last or (step + 1) % self.pipeline.checkpoint.every == 0:
+            self.observer.stage("checkpoint")
+            self.directory.write_checkpoint(step, sides.trainer.save)
+            self._write_views(sides, "running", "")
+
+    def _evaluate(self, stages: StepStages, publisher: Publisher, done: int) -> None:
+        settings = self.pipeline.stages.evaluate
+        if not settings.prompts or self.prepared.eval_prompts is None:
+            return
+        self.observer.stage("evaluate")
+        prompts = self.prepared.eval_prompts.take(0, settings.prompts)
+        for prompt in prompts:
+            row = self.prepared.eval_prompts.row_number(prompt.prompt_index)
+            self.timeline.append(PromptDrawn.of(prompt, row))
+        samples = stages.generate(prompts, "eval", settings.samples_per_prompt)
+        rewards = stages.give_rewards(prompts, samples, f"evaluation after {done} steps")
+        values = [rewards[sample.sample_id] for sample in samples if sample.sample_id in rewards]
+        event = self.timeline.append(
+            Evaluated(
+                step=done,
+                version=publisher.version,
+                num_samples=len(values),
+                reward_mean=ordered_mean(values) if values else 0.0,
+                metrics={"response_length_mean": ordered_mean([float(len(s.token_ids)) for s in samples])},
+            )
+        )
+        self.evaluations.append(_evaluation(event))
+        self.observer.evaluated(self.evaluations[-1])
+
+    # what is written beside the log
+
+    def _write_contract(self, sides: Sides) -> None:
+        state = self.timeline.state
+        numerics = self.pipeline.numerics.model_dump()
+        self.directory.write_contract(
+            {
+                **sides.contract.as_json(),
+                "identities": {} if state.contract is None else {k: dict(v) for k, v in state.contract.sides.items()},
+                "deployment": describe_deployment({}, {"reward": self.prepared.reward.source_digest}),
+                "numerics": numerics,
+                "model": {"source": sides.source},
+                "certificates": [],
+            }
+        )
+
+    def _write_views(self, sides: Sides, status: Any, reason: str) -> None:
+        evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: sides.engine.evidence()}
+        self.directory.write_evidence(evidence)
+        state = self.timeline.state
+        summary = RunSummary.from_data(
+            self.pipeline.name,
+            self.reports,
+            self.evaluations,
+            contract=sides.contract.as_json(),
+            evidence=evidence,
+            identities={} if state.contract is None else {k: dict(v) for k, v in state.contract.sides.items()},
+            status=status,
+            reason=reason,
+            facts={
+                "model": sides.source,
+                "dtype": self.pipeline.contract.dtype,
+                "profile": self.pipeline.contract.profile,
+                "seed": str(self.pipeline.seed),
+                "placement": self.pipeline.placement,
+                "run digest": self.timeline.run_digest(),
+            },
+        )
+        self.directory.write_report(render_html(summary))
+
+    def _note_interruption(self, sides: Sides, reason: str) -> None:
+        """Say in the log and in the views why the run stops; a disk that refuses must not hide the reason."""
+        try:
+            self.timeline.append(RunInterrupted(reason=reason))
+            self._write_views(sides, "stopped", reason)
+        except (VimeError, OSError) as error:
+            print(f"vime: the interruption could not be noted in {self.directory.path}: {error}", file=sys.stderr)
+
+    def _outcome(self) -> RunOutcome:
+        differing = sum(
+            (r["mismatch_count"] or 0) + (r["distribution_mismatch_count"] or 0) for r in self.reports
+        )
+        latest = self.timeline.state.latest_version
+        return RunOutcome(
+            status="mismatch" if differing else "completed",
+            run_directory=self.directory.path,
+            steps=len(self.reports),
+            reports=tuple(self.reports),
+            evaluations=tuple(self.evaluations),
+            seconds=time.perf_counter() - self.started,
+            manifest_digest="" if latest is None else latest.digest,
+            message=f"{differing} tokens or distributions differ between rollout and trainer" if differing else "",
+            extra={"run_digest": self.timeline.run_digest()},
+        )
+
+
+def _evaluation(event: Evaluated) -> dict[str, Any]:
+    data = asdict(event)
+    return {
+        "step": data["step"],
+        "reward_mean": data["reward_mean"],
+        "num_samples": data["num_samples"],
+        "weight_version": data["version"],
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+__all__ = ["InputError", "InvariantViolation", "pipeline_digest", "run"]
