@@ -13,23 +13,21 @@ from vime.cli.options import json_option
 from vime.errors import InputError
 
 if TYPE_CHECKING:
-    from vime.timeline.log import LogContent, Record
+    from vime.store.run_directory import RunView
+    from vime.timeline.sample_events import SampleFinished
+    from vime.types import SampleId, VersionRun
 
 run_argument = click.argument("run_directory", type=click.Path(file_okay=False), metavar="RUN")
 
 
-def read_run(run_directory: str) -> LogContent:
-    """The log of a run. Raises InputError if the folder holds none."""
-    from vime.timeline.log import read_log
-    from vime.timeline.manager import LOG_NAME
+def read_run(run_directory: str) -> RunView:
+    """A run as a reader sees it. Raises InputError if the folder holds none."""
+    from vime.store.run_directory import RunView
 
-    path = Path(run_directory) / LOG_NAME
-    if not path.is_file():
-        raise InputError(f"{run_directory} holds no run: {path} is missing")
-    content = read_log(path)
-    if content.tail is not None:
-        click.echo(f"vime: {content.tail.sentence()}; what comes before it is shown", err=True)
-    return content
+    view = RunView.open(Path(run_directory))
+    if view.content.tail is not None:
+        click.echo(f"vime: {view.content.tail.sentence()}; what comes before it is shown", err=True)
+    return view
 
 
 @click.command()
@@ -91,9 +89,9 @@ def provenance(run_directory: str, sample: str | None, position: int | None, as_
 
     if (sample is None) != (position is None):
         raise InputError("--sample and --position belong together: a token is a sample and a position")
-    records = read_run(run_directory).records
+    view = read_run(run_directory)
     if sample is not None and position is not None:
-        facts = token_provenance(records, sample, position)
+        facts = token_provenance(view, sample, position)
         if as_json:
             click.echo(json.dumps(facts))
         else:
@@ -101,7 +99,7 @@ def provenance(run_directory: str, sample: str | None, position: int | None, as_
             for name, value in facts.items():
                 click.echo(f"{name:<{width}}  {value}")
         return 0
-    for line in provenance_lines(records):
+    for line in provenance_lines(view.records):
         if as_json:
             click.echo(json.dumps(line))
             continue
@@ -115,8 +113,11 @@ def provenance(run_directory: str, sample: str | None, position: int | None, as_
     return 0
 
 
-def token_provenance(records: tuple[Record, ...], sample: str, position: int) -> dict[str, Any]:
-    """Version, digest, engine and time of one generated token.
+def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any]:
+    """Version, digests, engine and time of one generated token.
+
+    ``published_digest`` is the trainer's, ``served_digest`` the engine's own recomputation. ``sampled_at`` (seconds
+    since the epoch) comes from the step's arrays; evaluation samples and steps that were not closed have none.
 
     Raises:
         InputError: no such sample in the log, or the position is not one of its generated tokens.
@@ -131,9 +132,8 @@ def token_provenance(records: tuple[Record, ...], sample: str, position: int) ->
     published: dict[int, str] = {}
     committed: dict[tuple[str, int], str] = {}
     found: SampleFinished | None = None
-    served = ""
     step: int | None = None
-    for record in records:
+    for record in view.records:
         event = record.event
         if isinstance(event, VersionPublished):
             published[event.version] = event.digest
@@ -149,35 +149,53 @@ def token_provenance(records: tuple[Record, ...], sample: str, position: int) ->
     if not 0 <= index < found.num_tokens:
         first, last = found.num_prompt_tokens, found.num_prompt_tokens + found.num_tokens - 1
         raise InputError(f"sample {sample} generated positions {first} to {last}; {position} is not one of them")
-    run = next(run for run, end in _ends(found) if index < end)
-    served = committed.get((found.engine, run.version), "")
+    run = _version_run(found, index)
     return {
         "sample": sample,
         "position": position,
         "step": step,
         "version": run.version,
         "published_digest": published.get(run.version),
-        "served_digest": served or None,
+        "served_digest": committed.get((found.engine, run.version)),
         "engine": found.engine,
         "kv_versions": [run.kv_oldest, run.kv_newest],
         "finish_reason": found.finish_reason,
-        "sampled_at": _at(found.observed.get("sampled_at"), index),
-        "finished_at": found.observed.get("at"),
+        **_token_arrays(view, step, wanted, index),
     }
 
 
-def _ends(sample: Any) -> list[tuple[Any, int]]:
-    """Version runs of a sample with the index after their last token."""
-    result, end = [], 0
+def _version_run(sample: SampleFinished, index: int) -> VersionRun:
+    """The version run that a generated token belongs to."""
+    end = 0
     for run in sample.versions:
         end += run.count
-        result.append((run, end))
-    return result
+        if index < end:
+            return run
+    raise InputError(f"sample {sample.sample_id} has versions for {end} tokens, and token {index} is asked for")
 
 
-def _at(times: Any, index: int) -> Any:
-    """Time of one token where the event lists them."""
-    return times[index] if isinstance(times, list | tuple) and index < len(times) else None
+def _token_arrays(view: RunView, step: int | None, wanted: SampleId, index: int) -> dict[str, Any]:
+    """What the step's arrays hold of one token: id, log-probabilities of both sides as bits, time."""
+    from vime.store.layout import Layout
+
+    nothing = dict.fromkeys(("token_id", "rollout_logprob_bits", "trainer_logprob_bits", "sampled_at"))
+    if step is None or step not in view.announced_arrays():
+        return nothing
+    arrays = view.step_arrays(step)
+    layout = Layout.of(arrays)
+    if layout is None or wanted not in layout.samples:
+        return nothing
+    at = layout.response_offsets[layout.samples.index(wanted)] + index
+
+    def bits(name: str) -> str | None:
+        return f"{int(arrays[name].view('u4')[at]):08x}" if name in arrays else None
+
+    return {
+        "token_id": int(arrays["tokens"][at]),
+        "rollout_logprob_bits": bits("rollout_logprobs"),
+        "trainer_logprob_bits": bits("trainer_logprobs"),
+        "sampled_at": float(arrays["sampled_at"][at]) if "sampled_at" in arrays else None,
+    }
 
 
 @click.command()
@@ -196,8 +214,8 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
         if kind not in known:
             near = nearest_name(kind, known)
             raise InputError(f"there is no event type {kind!r}" + (f" (did you mean {near!r}?)" if near else ""))
-    content = read_run(run_directory)
-    for record in content.records:
+    records = read_run(run_directory).records
+    for record in records:
         if kinds and record.event.type not in kinds:
             continue
         if as_json:
@@ -206,8 +224,8 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
         else:
             click.echo(f"{record.seq:>7}  {record.event.describe()}")
     if verify:
-        check_all(record.event for record in content.records)
-        click.echo(f"vime: {len(content.records)} events, every invariant holds", err=True)
+        check_all(record.event for record in records)
+        click.echo(f"vime: {len(records)} events, every invariant holds", err=True)
     return 0
 
 
@@ -229,5 +247,5 @@ def diff(left: str, right: str, as_json: bool) -> int:
         data = dataclasses.asdict(difference) if difference is not None else None
         click.echo(json.dumps({"equal": difference is None, "difference": data}, default=str))
     else:
-        click.echo("the runs are equal, bit for bit" if difference is None else str(difference))
+        click.echo("the runs are equal, bit for bit" if difference is None else difference.sentence())
     return 0 if difference is None else 1
