@@ -18,9 +18,9 @@ from vime.types import SampleId
 def token_provenance(run: Path, sample: SampleId | str, position: int) -> dict[str, Any]:
     """The version, digest, engine and time that made a token, and the versions of the KV that it read.
 
-    ``position`` is the absolute token index, prompt included. ``token``, ``sampled_at`` and the log-probabilities' bits
-    are None until the step's arrays are written (evaluation samples have none); ``finished_at`` is always there. Of a sample that was
-    evaluated several times the last is meant. Raises InputError for an unknown sample or position.
+    ``position`` is the absolute token index, prompt included. ``token``, ``sampled_at`` and the log-probabilities'
+    bits are None until the step's arrays are written (evaluation samples have none); ``finished_at`` is always there.
+    Of a sample that was evaluated several times the last is meant. Raises InputError for an unknown sample or position.
     """
     sample_id = _parse(sample)
     view = RunView.open(run)

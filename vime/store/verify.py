@@ -39,8 +39,8 @@ class Verification:
 def verify_run(run: Path) -> Verification:
     """Verify everything in a run directory. Raises InputError where there is no run; problems are collected.
 
-    An unfinished run may be in use: its unannounced files and its views are not looked at, and a tail that is still being
-    written reads as damaged.
+    An unfinished run may be in use: its unannounced files and its views are not looked at, and a tail that is still
+    being written reads as damaged.
     """
     try:
         view = RunView.open(run)
@@ -99,7 +99,7 @@ def _views(view: RunView) -> Iterator[str]:
             yield f"{name} cannot be read ({error}); it can be rebuilt from the event log"
             continue
         for number, (stored, logged) in enumerate(zip(found, lines, strict=False), start=1):
-            if json.dumps(stored) != json.dumps(logged):
+            if json.dumps(stored, sort_keys=True) != json.dumps(logged, sort_keys=True):
                 yield f"line {number} of {name} is not what the event log says; it can be rebuilt from the log"
                 break
         if len(found) != len(lines):

@@ -1,7 +1,8 @@
 """The first difference between two runs: event, array, step, sample, token and bit.
 
-Ignored are exactly: wall times, host, pids and paths (``observed``), deployment fields, scheduling and bookkeeping events,
-the order of samples inside a step, and arrays of wall times. Settings that do not decide bits never reach a compared field.
+Ignored are exactly: wall times, host, pids and paths (``observed``), deployment fields, scheduling and bookkeeping
+events, the order of samples inside a step, and arrays of wall times. Settings that do not decide bits never reach a
+compared field.
 """
 
 from __future__ import annotations

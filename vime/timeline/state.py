@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ class SampleState:
     tick: int
     engine: str | None = None
     num_tokens: int = 0
-    comparable_tokens: Mapping[int, int] = MappingProxyType({})  # version -> tokens whose KV has that version too
+    comparable_tokens: Mapping[int, int] = field(default_factory=dict)  # version -> tokens whose KV has that version too
     oldest_version: int | None = None
     reward: float | None = None
     step: int | None = None

@@ -1,0 +1,243 @@
+"""A run that is killed anywhere ends with the digest of an uninterrupted one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.store.tiny_run import TinyRun
+from vime.errors import InputError, InvariantViolation
+from vime.store.run_directory import RunDirectory, RunView
+from vime.store.verify import verify_run
+from vime.timeline.diff import diff_runs
+from vime.timeline.events import ArraysWritten, CheckpointWritten, RunResumed
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_syncs() -> Iterator[None]:
+    """A killed process loses no page cache: syncs would only cost time here (test_files looks at their order)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    path = tmp_path_factory.mktemp("whole") / "run"
+    return path, TinyRun(path).run()
+
+
+def count_hooks(path: Path) -> int:
+    calls = []
+    TinyRun(path, hook=calls.append).run()
+    return len(calls)
+
+
+def test_uninterrupted_run_verifies(whole: tuple[Path, str]) -> None:
+    found = verify_run(whole[0])
+    assert found.ok, found.problems
+    assert found.finished and found.steps == 3 and found.checkpoints == 1 and found.run_digest == whole[1]
+
+
+def test_killed_by_an_exception_at_sampled_moments(whole: tuple[Path, str], tmp_path: Path) -> None:
+    total = count_hooks(tmp_path / "count")
+    for moment in range(1, total, 19):
+        path = tmp_path / f"run-{moment}"
+        left = [moment]
+
+        def hook(where: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed(where)
+
+        with pytest.raises(Killed):
+            TinyRun(path, hook=hook).run()
+        assert TinyRun(path).run() == whole[1]
+        assert diff_runs(whole[0], path) is None
+        found = verify_run(path)
+        assert found.ok, found.problems
+
+
+def test_sigkill_of_a_real_process(whole: tuple[Path, str], tmp_path: Path) -> None:
+    for moment in (40, 61, 75, 110):
+        path = tmp_path / f"run-{moment}"
+        left = [moment]
+
+        def hook(where: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        child = os.fork()
+        if child == 0:
+            TinyRun(path, hook=hook).run()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        assert TinyRun(path).run() == whole[1]
+        assert verify_run(path).ok
+
+
+def test_killed_twice_in_the_same_step(whole: tuple[Path, str], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for moment in (30, 35, 70, 20, 20, 90):
+        left = [moment]
+
+        def hook(where: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed(where)
+
+        try:
+            TinyRun(path, hook=hook).run()
+        except Killed:
+            continue
+    assert TinyRun(path).run() == whole[1]
+    found = verify_run(path)
+    assert found.ok, found.problems
+
+
+def test_log_cut_at_every_byte_of_its_last_three_records(whole: tuple[Path, str], tmp_path: Path) -> None:
+    records = RunView.open(whole[0]).records
+    content = (whole[0] / "timeline.jsonl").read_bytes()
+    start = records[-4].end
+    cuts = [*range(start, len(content), 301), *(r.end for r in records[-3:]), *(r.end - 1 for r in records[-3:])]
+    for cut in cuts:
+        path = tmp_path / f"cut-{cut}"
+        shutil.copytree(whole[0], path)
+        os.truncate(path / "timeline.jsonl", cut)
+        for name in ("steps.jsonl", "provenance.jsonl", ".lock"):
+            (path / name).unlink()
+        assert TinyRun(path).run() == whole[1]
+        assert verify_run(path).ok
+
+
+def test_log_cut_anywhere_else(whole: tuple[Path, str], tmp_path: Path) -> None:
+    records = RunView.open(whole[0]).records
+    for seq in range(0, len(records), 17):
+        path = tmp_path / f"cut-{seq}"
+        shutil.copytree(whole[0], path)
+        os.truncate(path / "timeline.jsonl", records[seq].end - 3)
+        assert TinyRun(path).run() == whole[1]
+        assert diff_runs(whole[0], path) is None
+
+
+def cut_after(path: Path, kind: type) -> None:
+    last = [r for r in RunView.open(path).records if isinstance(r.event, kind)][-1]
+    os.truncate(path / "timeline.jsonl", last.end)
+
+
+def test_damaged_checkpoint_falls_back_and_says_so(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, CheckpointWritten)
+    os.truncate(path / "checkpoints" / "step-000001" / "weights.npy", 100)
+    with RunDirectory.open_for_resume(path) as directory:
+        assert directory.resumption.checkpoint_step is None and directory.resume_checkpoint() is None
+        (said,) = directory.resumption.rejected
+        assert "weights.npy has 100 bytes, expected 160" in said
+    assert TinyRun(path).run() == whole[1]
+    resumed = [r.event for r in RunView.open(path).records if isinstance(r.event, RunResumed)]
+    assert resumed[0].observed["rejected_checkpoints"] == [said]
+    assert verify_run(path).ok
+
+
+def test_fall_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    digest = TinyRun(tmp_path / "whole", steps=5).run()
+    shutil.copytree(tmp_path / "whole", path := tmp_path / "run")
+    cut_after(path, ArraysWritten)
+    (path / "checkpoints" / "step-000003" / "weights.npy").unlink()
+    with RunDirectory.open_for_resume(path) as directory:
+        assert directory.resumption.checkpoint_step == 1
+    assert TinyRun(path, steps=5).run() == digest
+    assert verify_run(path).ok and diff_runs(tmp_path / "whole", path) is None
+
+
+def test_orphans_are_removed_and_announced_arrays_kept(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    last = [r for r in RunView.open(path).records if isinstance(r.event, ArraysWritten)][-1]
+    os.truncate(path / "timeline.jsonl", last.end - 5)
+    with RunDirectory.open_for_resume(path) as directory:
+        assert directory.arrays.steps() == [0, 1]
+    shutil.copytree(whole[0], again := tmp_path / "again")
+    os.truncate(again / "timeline.jsonl", last.end)
+    before = (again / "arrays.zarr" / "step-000002").stat().st_ino
+    assert TinyRun(again).run() == whole[1]
+    assert (again / "arrays.zarr" / "step-000002").stat().st_ino == before
+
+
+def test_arrays_lost_after_their_announcement_are_made_again(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, ArraysWritten)
+    shutil.rmtree(path / "arrays.zarr" / "step-000002")
+    assert TinyRun(path).run() == whole[1]
+    assert verify_run(path).ok
+
+
+def test_replay_that_computes_something_else_is_refused(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, ArraysWritten)
+    size = (path / "timeline.jsonl").stat().st_size
+    with pytest.raises(InvariantViolation, match=r"differs from its log at event \d+ \(sample_finished"):
+        TinyRun(path, salt=1).run()
+    assert TinyRun(path).run() == whole[1]  # nothing of the wrong execution was written
+    assert (path / "timeline.jsonl").stat().st_size > size
+
+
+def test_rewards_and_decisions_are_replayed_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    left = [150]
+
+    def hook(where: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed(where)
+
+    first = TinyRun(path, with_clock=True, hook=hook)
+    with pytest.raises(Killed):
+        first.run()
+    # A reward that would now be another one is not asked for where the log has it.
+    second = TinyRun(path, with_clock=True)
+    second.run()
+    again = first.clock_calls + second.clock_calls
+    train = [call for call in again if call.startswith("train")]
+    assert len(train) == len(set(train)) == 12
+    decided = [r for r in RunView.open(path).records if r.event.type == "decision"]
+    assert len(decided) == 12 + 3 * 2
+
+
+def test_resume_of_a_finished_run_changes_nothing(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    before = (path / "timeline.jsonl").read_bytes()
+    with RunDirectory.open_for_resume(path) as directory:
+        assert directory.resumption.finished and directory.timeline.run_digest() == whole[1]
+    assert (path / "timeline.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        RunDirectory.open_for_resume(tmp_path / "nothing")
+
+
+def test_create_refuses_an_existing_run(whole: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="vime resume"):
+        RunDirectory.create(whole[0], "")
+    (tmp_path / "x").write_text("")
+    with pytest.raises(InputError, match="not empty"):
+        RunDirectory.create(tmp_path, "")
+    RunDirectory.create(tmp_path / "a" / "b", "name: x\n").close()
+    assert (tmp_path / "a" / "b" / "pipeline.yaml").read_text() == "name: x\n"
+
+
+def test_abandoned_creation_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".run.new-1").mkdir()
+    RunDirectory.create(tmp_path / "run", "").close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
