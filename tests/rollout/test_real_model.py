@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.kernels.torch_native.weights import TorchWeightSet
 from rlkernel.models.definition import define_model
 from rlkernel.models.presets import preset
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import Numerics, compose
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
@@ -24,17 +25,17 @@ MAX_POSITION = 128
 class Setting:
     """One preset with random weights, engines over it, and the trainer's view of it."""
 
-    def __init__(self, name: str, dtype: str, threads: int = 2) -> None:
+    def __init__(self, name: str, dtype: str, threads: int = 2, numerics: Numerics = "exact") -> None:
         self.name = name
         loaded = preset(name, 3, dtype)
-        self.model, self.tensors, self.dtype = loaded.config, dict(loaded.tensors), dtype
+        self.model, self.tensors, self.dtype, self.numerics = loaded.config, dict(loaded.tensors), dtype, numerics
         self.workers = Workers(threads)
         self.definition = define_model(self.model)
         self.evidence = Evidence("e0")
         self.runner = ModelRunner(
             self.definition,
             self.pack(self.tensors),
-            compose("exact"),
+            compose(numerics),
             self.evidence,
             dtype=dtype,
             tp=1,
@@ -42,7 +43,9 @@ class Setting:
             max_position=MAX_POSITION,
         )
 
-    def pack(self, tensors) -> WeightSet:
+    def pack(self, tensors):
+        if self.numerics == "native":
+            return TorchWeightSet(self.definition, tensors, dtype=self.dtype, workers=self.workers)
         return WeightSet(self.definition, tensors, dtype=self.dtype, tp=1, workers=self.workers)
 
     def engine(self, tensors=None, **changes) -> NativeEngine:
@@ -181,3 +184,13 @@ def test_a_swapped_block_is_noticed(setting, samples) -> None:
     by_id = {s.sample_id: s for s in made}
     assert differing(setting, samples, by_id)
     assert unequal_to_trainer(setting, by_id) > 0
+
+
+def test_stock_kernels_run_under_the_same_scheduler_and_are_told_apart(setting) -> None:
+    native = Setting(setting.name, setting.dtype, numerics="native")
+    requests = native.requests()[::3]
+    samples = collect(native.engine(max_batched_tokens=40), requests)
+    assert [len(samples[r.sample_id].token_ids) for r in requests] == [r.params.max_new_tokens for r in requests]
+    assert all(np.isfinite(s.logprobs).all() for s in samples.values())
+    assert native.engine().committed().digest == setting.engine().committed().digest
+    assert unequal_to_trainer(setting, samples) > 0
