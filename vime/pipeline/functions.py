@@ -214,6 +214,11 @@ def accepts(declared: Any, given: Any) -> bool:
         return True
     if declared is float and given in (int, bool):
         return True
+    if typing.get_origin(given) is typing.Literal:
+        values = typing.get_args(given)
+        if typing.get_origin(declared) is typing.Literal:
+            return set(values) <= set(typing.get_args(declared))
+        return all(accepts(declared, type(value)) for value in values)
     origin, given_origin = typing.get_origin(declared) or declared, typing.get_origin(given) or given
     if not (isinstance(origin, type) and isinstance(given_origin, type) and issubclass(given_origin, origin)):
         return False

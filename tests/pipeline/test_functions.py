@@ -1,0 +1,116 @@
+"""User functions: found, imported, signatures checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vime.pipeline.functions import FILTER, REWARD, SOURCE, FunctionProblem, Signature, load_function
+
+GOOD = """
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from vime.types import GeneratedSample, Prompt
+
+@dataclass
+class Unused:
+    x: int = 1
+
+def plain(prompt, sample, text): return 1.0
+def typed(prompt: Prompt, sample: GeneratedSample, text: str, *, weight: float = 2.0) -> float: return weight
+def integer(prompt, sample, text) -> int: return 1
+def needs(prompt, sample, text, *, weight): return weight
+def free(prompt, sample, text, **parameters): return len(parameters)
+def keep(samples: Iterable[GeneratedSample], rewards: Sequence[float]) -> list[bool]: return [True for _ in samples]
+def rows(namespace: str, size: int = 3) -> list[dict[str, Any]]: return [{"text": "1"}] * size
+"""
+BAD = """
+from vime.types import Prompt
+def few(prompt, sample): return 1.0
+def names(prompt, answer, text): return 1.0
+def argument(prompt: int, sample, text): return 1.0
+def result(prompt, sample, text) -> str: return ""
+def keep(samples: list, rewards) -> list[str]: return []
+async def waits(prompt, sample, text): return 1.0
+def annotated(prompt: "Nothing", sample, text): return 1.0
+value = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "good.py").write_text(GOOD)
+    (folder / "bad.py").write_text(BAD)
+    (folder / "raises.py").write_text("raise RuntimeError('at import')")
+    (folder / "needs.py").write_text("import surely_not_installed")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "parameters"),
+    [
+        ("plain", REWARD, {}),
+        ("typed", REWARD, {"weight": 0.5}),
+        ("integer", REWARD, {}),
+        ("needs", REWARD, {"weight": 1}),
+        ("free", REWARD, {"anything": 1}),
+        ("keep", FILTER, {}),
+        ("rows", SOURCE, {"size": 2}),
+    ],
+)
+def test_functions_that_fit(files: Path, name: str, signature: Signature, parameters: dict[str, object]) -> None:
+    function = load_function(f"{files}/good.py:{name}", parameters, signature, {})
+    assert function.source_file == f"{files}/good.py"
+    assert len(function.source_digest) == 64
+
+
+def test_parameters_are_bound(files: Path) -> None:
+    assert load_function(f"{files}/good.py:typed", {"weight": 0.5}, REWARD, {}).call(None, None, "") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "parameters", "words"),
+    [
+        ("bad.py:few", REWARD, {}, "takes (prompt: Prompt, sample: GeneratedSample, text: str) -> float"),
+        ("bad.py:names", REWARD, {}, "(prompt, answer, text)"),
+        ("bad.py:argument", REWARD, {}, "prompt: int"),
+        ("bad.py:result", REWARD, {}, "returns str"),
+        ("bad.py:keep", FILTER, {}, "samples: list"),
+        ("bad.py:waits", REWARD, {}, "async"),
+        ("bad.py:annotated", REWARD, {}, "annotation"),
+        ("bad.py:value", REWARD, {}, "is a int"),
+        ("bad.py:nothing", REWARD, {}, "has no 'nothing'"),
+        ("good.py:needs", REWARD, {}, "needs the parameter 'weight'"),
+        ("good.py:typed", REWARD, {"wieght": 1}, "no parameter 'wieght'"),
+        ("raises.py:x", REWARD, {}, "RuntimeError: at import"),
+        ("needs.py:x", REWARD, {}, "surely_not_installed"),
+        ("nowhere.py:x", REWARD, {}, "there is no file"),
+    ],
+)
+def test_functions_that_do_not_fit(
+    files: Path, name: str, signature: Signature, parameters: dict[str, object], words: str
+) -> None:
+    with pytest.raises(FunctionProblem) as caught:
+        load_function(f"{files}/{name}", parameters, signature, {})
+    assert words in str(caught.value)
+
+
+def test_names_and_dotted_paths() -> None:
+    tasks = {"short": "vime.tasks.digits.reward"}
+    assert load_function("short", {}, REWARD, tasks).call is not None
+    assert load_function("vime.tasks.digits:reward", {}, REWARD, {}).source_file.endswith("digits.py")
+    with pytest.raises(FunctionProblem) as caught:
+        load_function("shrot", {}, REWARD, tasks)
+    assert caught.value.nearest == "short"
+    with pytest.raises(FunctionProblem, match="no module"):
+        load_function("surely_not_installed.x", {}, REWARD, tasks)
+
+
+def test_the_digest_follows_the_source(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("def f(prompt, sample, text): return 1.0\n")
+    (tmp_path / "two.py").write_text("def f(prompt, sample, text): return 2.0\n")
+    one, two = (load_function(f"{tmp_path}/{name}.py:f", {}, REWARD, {}) for name in ("one", "two"))
+    assert one.source_digest != two.source_digest
