@@ -104,7 +104,8 @@ def row_statistics(row: F32, temperature: Any, target: int, shards: int, leaf: i
         parts = [z[(t * leaves + n) * leaf : (t * leaves + n + 1) * leaf] for n in range(leaves)]
         tops = [largest(part) for part in parts]
         top = largest(np.array(tops, np.float32))
-        total = moment = np.float32(0)
+        total: F32 = np.zeros((), np.float32)
+        moment: F32 = np.zeros((), np.float32)
         for part, m in zip(parts, tops, strict=True):
             if m == -np.inf:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -120,7 +122,8 @@ def test_bf16_rounding_is_noticed() -> None:
 def test_wrong_arrays_are_refused() -> None:
     x, w = np.zeros((2, 8), np.float32), np.zeros(8, np.float32)
     workers = Workers(1)
-    for bad in (x.astype(np.float64), np.zeros((8, 2), np.float32).T, np.zeros(8, np.float32)):
+    wrong: list[Any] = [x.astype(np.float64), np.zeros((8, 2), np.float32).T, np.zeros(8, np.float32)]
+    for bad in wrong:
         with pytest.raises(ContractError, match="x of rms_norm"):
             rms_norm(bad, w, EPS, workers, False)
     with pytest.raises(ContractError, match=r"w of rms_norm is float32\[7\]; float32\[8\]"):

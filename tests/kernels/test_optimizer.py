@@ -65,7 +65,7 @@ def test_norm_adds_tensors_by_name_whatever_the_mapping_order() -> None:
     names = ["model.b", "model.a", "lm_head", "model.layers.10.w", "model.layers.9.w", "Z"]
     gradients = {name: generator.standard_normal((7, 300)).astype(np.float32) * 10**i for i, name in enumerate(names)}
     norm = gradient_norm(gradients, WORKERS[0])
-    total = np.float32(0)
+    total: F32 = np.zeros((), np.float32)
     for name in sorted(names):
         total = add32(total, squares(gradients[name]))
     arith.assert_same_bits(norm, np.sqrt(total))
@@ -96,13 +96,14 @@ def test_adamw_bits_over_two_steps(shape: tuple[int, ...], kind: str, bf16: bool
     master, m, v, grad = (arith.hazards(generator, shape, kind) for _ in range(4))
     v = np.abs(v)
     for workers in WORKERS:
-        ours, expected = [a.copy() for a in (master, m, v)], (master, m, v)
+        ours = [a.copy() for a in (master, m, v)]
+        want = [master, m, v]
         for step in (1, 2):
             s = scalars(step, clip=0.37)
-            weight = adamw(*ours, grad, s, workers, bf16)
-            *expected, weight_expected = reference(*expected, grad, s, bf16)
+            weight = adamw(ours[0], ours[1], ours[2], grad, s, workers, bf16)
+            *want, weight_expected = reference(want[0], want[1], want[2], grad, s, bf16)
             arith.assert_same_bits(weight, weight_expected)
-            for a, b in zip(ours, expected, strict=True):
+            for a, b in zip(ours, want, strict=True):
                 arith.assert_same_bits(a, b)
 
 
@@ -112,7 +113,7 @@ def test_adamw_against_float64_and_its_negative_twins() -> None:
     v = np.abs(generator.standard_normal(4096)).astype(np.float32)
     s = scalars()
     ours = [master.copy(), m.copy(), v.copy()]
-    adamw(*ours, grad, s, WORKERS[0], False)
+    adamw(ours[0], ours[1], ours[2], grad, s, WORKERS[0], False)
     lr, b1, b2, k1, k2, c1, c2, eps, decay, _ = (float(value) for value in astuple(s))
     m64 = b1 * m.astype(np.float64) + k1 * grad
     v64 = b2 * v.astype(np.float64) + k2 * grad.astype(np.float64) ** 2

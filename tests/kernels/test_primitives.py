@@ -257,7 +257,7 @@ def test_float32_tensors_are_shared_not_copied() -> None:
     assert tensor[1, 2] == 5
     assert as_float32(tensor.T).flags.c_contiguous
     assert from_float32(array, torch.float32).data_ptr() == tensor.data_ptr()
-    assert from_float32(np.float32([[1.5]]), torch.bfloat16).shape == (1, 1)
+    assert from_float32(np.full((1, 1), 1.5, np.float32), torch.bfloat16).shape == (1, 1)
 
 
 def test_conversion_refuses_other_dtypes() -> None:

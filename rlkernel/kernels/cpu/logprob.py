@@ -179,7 +179,7 @@ def _logits_gradient(first, last, z, row_max, log_sum, targets, coefficient, tem
         out[at] = cast((f32(1.0) - p) * c, bf16)
 
 
-def _check(what: str, z: Float32, temperature: float, targets: npt.NDArray[np.int64]) -> np.float32:
+def _check(what: str, z: Float32, temperature: float | np.float32, targets: npt.NDArray[np.int64]) -> np.float32:
     require(f"z of {what}", z, np.float32, None, None)
     rows, columns = z.shape
     if columns == 0:
@@ -193,7 +193,7 @@ def _check(what: str, z: Float32, temperature: float, targets: npt.NDArray[np.in
 
 
 def row_statistics(
-    z: Float32, temperature: float, targets: npt.NDArray[np.int64], shards: int, workers: Workers
+    z: Float32, temperature: float | np.float32, targets: npt.NDArray[np.int64], shards: int, workers: Workers
 ) -> RowStatistics:
     """Log-softmax statistics of each row.
 
@@ -225,7 +225,7 @@ def logits_gradient(
     statistics: RowStatistics,
     targets: npt.NDArray[np.int64],
     coefficient: Float32,
-    temperature: float,
+    temperature: float | np.float32,
     workers: Workers,
     bf16: bool,
     out: Float32 | None = None,

@@ -69,7 +69,7 @@ def _add(first, last, a, b, out, bf16):
         out_part[j] = cast(a_part[j] + b_part[j], bf16)
 
 
-def rms_norm(x: Float32, w: Float32, eps: float, workers: Workers, bf16: bool) -> tuple[Float32, Float32]:
+def rms_norm(x: Float32, w: Float32, eps: float | np.float32, workers: Workers, bf16: bool) -> tuple[Float32, Float32]:
     """RMSNorm of each row; for qk_norm pass x as [N * heads, D].
 
     Args:

@@ -20,7 +20,7 @@ from rlkernel.kernels.cpu.jit import device_function, kernel
 
 
 @intrinsic
-def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001
+def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """fma.rn.f32 (or f64, if all three are float64): ``a * b + c`` with one rounding."""
     if a not in (types.float32, types.float64) or b != a or c != a:
         return None
@@ -31,9 +31,12 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001
     return a(a, b, c), codegen
 
 
+fma: Any = _fma  # an intrinsic's Python signature has a typing context that callers do not pass
+
+
 def _bitcast(source: Any, target: Any, llvm_target: Any) -> Any:
     @intrinsic
-    def cast(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+    def cast(typing_context: Any, value: Any) -> Any:
         if value != source:
             return None
 
