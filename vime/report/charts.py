@@ -36,7 +36,7 @@ class _Frame:
 
     def __init__(self, xs: Sequence[float], low: float, high: float, width: float, height: float) -> None:
         self.width, self.height = width, height
-        self.y_ticks = ticks(low, high, 4 if height < 200 else 5)
+        self.y_ticks = ticks(low, high, 4)
         self.low, self.high = self.y_ticks[0], self.y_ticks[-1]
         self.first, self.last = (min(xs), max(xs)) if xs else (0.0, 1.0)
 
@@ -74,8 +74,8 @@ def line_chart(
     label: str,
     series: Sequence[Series],
     *,
-    width: float = 720,
-    height: float = 260,
+    width: float = 500,
+    height: float = 220,
     bounds: tuple[float, float] | None = None,
     area: bool = False,
 ) -> str:
@@ -96,7 +96,7 @@ def line_chart(
                 closed = f"{path}L{frame.x(run[-1][0]):.1f} {floor:.1f}L{frame.x(run[0][0]):.1f} {floor:.1f}Z"
                 parts.append(f'<path class="area {item.style}" d="{closed}"/>')
             parts.append(f'<path class="line {item.style}" d="{path}"/>')
-            shown = item.dots or len(run) == 1 or len(item.points) <= 40
+            shown = item.dots or len(run) == 1 or len(item.points) <= 24
             radius = 4 if item.dots else 2.5 if shown else 6
             kind = "dot" if shown else "dot hidden"
             for x, y in run:
@@ -108,7 +108,7 @@ def line_chart(
 
 
 def stacked_bars(
-    label: str, xs: Sequence[int], layers: Sequence[Bars], *, width: float = 720, height: float = 260, unit: str = ""
+    label: str, xs: Sequence[int], layers: Sequence[Bars], *, width: float = 500, height: float = 220, unit: str = ""
 ) -> str:
     """One bar a step, layers from the bottom up."""
     totals = [sum(layer.values[i] for layer in layers) for i in range(len(xs))]
@@ -125,7 +125,7 @@ def stacked_bars(
                 continue
             top, bottom = frame.y(base + value), frame.y(base)
             # a single differing token among thousands must be visible
-            tall = max(bottom - top, 2.0 if layer.style == "bad" else 0.3)
+            tall = max(bottom - top, 4.0 if layer.style == "bad" else 0.3)
             parts.append(
                 f'<rect class="bar {layer.style}" x="{middles[i] - bar / 2:.1f}" y="{bottom - tall:.1f}" '
                 f'width="{bar:.1f}" height="{tall:.1f}"><title>step {x}, {escape(layer.name)}: '

@@ -59,7 +59,7 @@ def _tiles(summary: RunSummary) -> str:
     rates = sorted(step.tokens_per_s for step in steps if step.tokens_per_s is not None)
     held_out = [item.reward_mean for item in summary.evaluations if item.reward_mean is not None]
     tiles = [("steps", count(len(steps)))]
-    tiles.append((f"reward, first and last {few}" if few > 1 else "reward",
+    tiles.append((f"reward, first → last {few}" if few > 1 else "reward",
                   _change(summary.reward_of(slice(0, few)), summary.reward_of(slice(-few, None)))))  # fmt: skip
     if held_out:
         tiles.append(("held-out reward", _change(held_out[0], held_out[-1])))
@@ -114,7 +114,7 @@ def _main_charts(summary: RunSummary) -> str:
             "Tokens compared",
             proof,
             legend([("same bits on both sides", "good"), ("differing", "bad"), ("not comparable", "none")]),
-        )  # fmt: skip
+        )
         + _figure("Seconds by stage", times, legend([(layer.name, layer.style) for layer in layers]))
         + _figure("Generated tokens per second", speed, legend([("rollout", "c1")]))
         + "</div>"
@@ -131,7 +131,7 @@ def _small_charts(steps: Sequence[StepReport]) -> str:
         ("Learning rate", "learning_rate", "c1"),
     ]
     figures = [
-        _figure(title, line_chart(title, [Series(title, _points(steps, name), style)], width=360, height=170), "")
+        _figure(title, line_chart(title, [Series(title, _points(steps, name), style)], width=360, height=160), "")
         for title, name, style in charts
         if any(getattr(step, name) is not None for step in steps)
     ]

@@ -18,9 +18,6 @@ def steps(reports: Sequence[StepReport]) -> str:
     rows = []
     for step in reports:
         worst = step.worst_token
-        ratio = DASH if step.ratio_min is None else decimal(step.ratio_min)
-        if step.ratio_max != step.ratio_min:
-            ratio += f" to {decimal(step.ratio_max)}"
         cells = [
             str(step.step),
             str(step.weight_version),
@@ -31,7 +28,7 @@ def steps(reports: Sequence[StepReport]) -> str:
             mismatches(step.distribution_mismatch_count),
             decimal(step.max_abs_diff),
             f"{escape(str(worst['sample']))} at {worst['position']}" if worst else DASH,
-            ratio,
+            ratio(step),
             decimal(step.reward_mean),
             decimal(step.clip_fraction),
             decimal(step.entropy),
@@ -45,6 +42,15 @@ def steps(reports: Sequence[StepReport]) -> str:
         f'<h2>Steps</h2><div class="card scroll"><table><thead><tr>{titles}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def ratio(step: StepReport) -> str:
+    """The importance ratios between rollout and trainer; exactly 1 is said so, anything else gets its digits."""
+    if step.ratio_min is None or step.ratio_max is None:
+        return DASH
+    if step.ratio_min == step.ratio_max == 1.0:
+        return "1"
+    return f"{step.ratio_min:.9g} to {step.ratio_max:.9g}"
 
 
 def mismatches(value: int | None) -> str:
@@ -66,8 +72,9 @@ def compared(summary: RunSummary) -> str:
     return (
         "<h2>What was compared</h2>"
         "<p>For every generated token the rollout engine kept the log-probability of the token that it drew (float32) "
-        "and a digest of the whole row of logits. The trainer then evaluated the same tokens with its own forward pass. "
-        "A token differs if any bit of the two log-probabilities differs; a distribution differs if the two digests do."
+        "and a digest of the whole row of logits. The trainer then evaluated the same tokens with its own forward "
+        "pass. A token differs if any bit of the two log-probabilities differs; a distribution differs if the two "
+        "digests do."
         "</p><p>A token can be compared only if the weights that sampled it, and the weights that made every key and "
         "value it read, are those that the trainer evaluated. All others are listed with their reason.</p>"
         f'<div class="card scroll"><table class="left"><thead><tr><th>tokens</th><th class="n">count</th></tr></thead>'
@@ -99,7 +106,8 @@ def identities(summary: RunSummary) -> str:
     return (
         '<h2>Identities</h2><div class="card scroll"><table class="left"><thead><tr><th></th>'
         f"{head}<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        '<p class="note">SHA-256, first 16 digits. The first two have to be equal on all sides, or a run does not start.</p>'
+        '<p class="note">SHA-256, first 16 digits. The first two have to be equal on all sides, or a run does '
+        "not start.</p>"
     )
 
 
@@ -159,7 +167,8 @@ def evidence(summary: RunSummary) -> str:
             parts.append(f"<dl>{facts}</dl>")
         parts.append(
             '<div class="scroll"><table class="left"><thead><tr><th>case</th><th>region</th><th>implementation</th>'
-            f'<th class="n">calls</th><th class="n">tokens</th></tr></thead><tbody>{rows}</tbody></table></div></details>'
+            f'<th class="n">calls</th><th class="n">tokens</th></tr></thead><tbody>{rows}</tbody></table></div>'
+            "</details>"
         )
     return "".join(parts)
 

@@ -19,27 +19,34 @@ h1 { font-size:22px; margin:0; letter-spacing:-.01em; font-weight:650; overflow-
 h2 { font-size:17px; margin:52px 0 14px; letter-spacing:-.005em; font-weight:650 }
 h3 { font-size:13px; margin:0 0 8px; font-weight:600; color:var(--soft) }
 p { margin:0 0 10px; max-width:74ch } .note { color:var(--soft); font-size:13.5px }
-.chip { font-size:12px; font-weight:600; padding:2px 9px; border-radius:99px; background:var(--grid); color:var(--soft) }
-.chip.stopped { background:var(--bad-bg); color:var(--bad) } .chip.running { background:var(--warn-bg); color:var(--warn) }
+.chip { font-size:12px; font-weight:600; padding:2px 9px; border-radius:99px; background:var(--grid);
+  color:var(--soft) }
+.chip.stopped { background:var(--bad-bg); color:var(--bad) }
+.chip.running { background:var(--warn-bg); color:var(--warn) }
 .facts { width:100%; color:var(--soft); font-size:13.5px; display:flex; flex-wrap:wrap; gap:2px 18px }
 .facts b { font-weight:500; color:var(--faint); margin-right:5px }
 .card { background:var(--card); border:1px solid var(--rule); border-radius:12px; padding:18px 20px }
 .verdict { padding:30px 32px 26px; border:0; border-radius:14px }
 .verdict.good { background:var(--good-bg) } .verdict.bad { background:var(--bad-bg) }
 .verdict.unknown { background:var(--warn-bg) }
-.verdict .big { font-size:clamp(30px,5.2vw,52px); line-height:1.08; letter-spacing:-.028em; font-weight:700; margin:0 0 12px }
-.verdict.good .big { color:var(--good) } .verdict.bad .big { color:var(--bad) } .verdict.unknown .big { color:var(--warn) }
+.verdict .big { font-size:clamp(28px,4.6vw,46px); text-wrap:balance; line-height:1.08; letter-spacing:-.028em;
+  font-weight:700; margin:0 0 12px }
+.verdict.good .big { color:var(--good) } .verdict.bad .big { color:var(--bad) }
+.verdict.unknown .big { color:var(--warn) }
 .verdict ul { margin:0; padding:0; list-style:none } .verdict li { max-width:90ch }
 .verdict li + li { color:var(--soft); margin-top:3px }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:12px; margin-top:12px }
-.tile { padding:14px 18px } .tile .v { font-size:23px; font-weight:620; letter-spacing:-.015em; white-space:nowrap }
-.tile .k { font-size:12.5px; color:var(--soft) } .tile .from { color:var(--faint); font-weight:450 }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(132px,1fr)); gap:12px; margin-top:12px }
+.tile { padding:13px 16px }
+.tile .v { font-size:20px; font-weight:620; letter-spacing:-.015em; white-space:nowrap }
+.tile .k { font-size:12.5px; color:var(--soft) } .tile .from { color:var(--faint); font-weight:450; font-size:15px }
 .grid2 { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr)); gap:14px }
 .grid3 { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr)); gap:14px; margin-top:14px }
 svg { display:block; width:100%; height:auto; overflow:visible }
-.tick { font-size:11px; fill:var(--faint) } .grid3 .tick { font-size:13px } .grid { stroke:var(--grid); stroke-width:1 }
+.tick { font-size:11px; fill:var(--faint) } .grid3 .tick { font-size:12px }
+.grid { stroke:var(--grid); stroke-width:1 }
 .line { fill:none; stroke-width:2; stroke-linejoin:round; stroke-linecap:round } .area { opacity:.1; stroke:none }
-.line.c1 { stroke:var(--c1) } .line.c2 { stroke:var(--c2) } .line.c3 { stroke:var(--c3) } .line.c4 { stroke:var(--c4) }
+.line.c1 { stroke:var(--c1) } .line.c2 { stroke:var(--c2) } .line.c3 { stroke:var(--c3) }
+.line.c4 { stroke:var(--c4) }
 .line.c5 { stroke:var(--c5) }
 .c1 { fill:var(--c1) } .c2 { fill:var(--c2) } .c3 { fill:var(--c3) } .c4 { fill:var(--c4) } .c5 { fill:var(--c5) }
 .c6 { fill:var(--c6) } .bar.good { fill:var(--good) } .bar.bad { fill:var(--bad) } .bar.none { fill:var(--c6) }
@@ -51,11 +58,14 @@ svg { display:block; width:100%; height:auto; overflow:visible }
 .legend .c4 { background:var(--c4) } .legend .c5 { background:var(--c5) } .legend .c6 { background:var(--c6) }
 .legend .good { background:var(--good) } .legend .bad { background:var(--bad) } .legend .none { background:var(--c6) }
 .scroll { overflow:auto; max-height:520px; padding:0 }
-table { border-collapse:collapse; width:100%; font-size:13px } td, th { padding:6px 14px; text-align:right; white-space:nowrap }
-th { position:sticky; top:0; background:var(--card); color:var(--soft); font-weight:600; border-bottom:1px solid var(--rule) }
+table { border-collapse:collapse; width:100%; font-size:13px }
+td, th { padding:6px 14px; text-align:right; white-space:nowrap }
+th { position:sticky; top:0; background:var(--card); color:var(--soft); font-weight:600;
+  border-bottom:1px solid var(--rule) }
 tbody tr + tr td { border-top:1px solid var(--grid) } tbody tr:hover td { background:var(--page) }
 table.left td, table.left th { text-align:left } table.left td.n, table.left th.n { text-align:right }
-.zero { color:var(--good); font-weight:600 } .some { color:var(--bad); font-weight:700 } .unknown { color:var(--warn) }
+.zero { color:var(--good); font-weight:600 } .some { color:var(--bad); font-weight:700 }
+.unknown { color:var(--warn) }
 code { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; font-size:12.5px }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:5px 20px; margin:0; font-size:14px }
 dt { color:var(--soft) } dd { margin:0; overflow-wrap:anywhere }

@@ -1,0 +1,152 @@
+"""Page and terminal tables from synthetic runs: what they say, and what they may not say."""
+
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from tests.report.synthetic import data, step
+from vime.errors import InputError
+from vime.report.html import render_html
+from vime.report.numbers import decimal, seconds, size, tick_label, ticks
+from vime.report.summary import RunSummary
+from vime.report.terminal import render_terminal
+
+VOID = {"meta", "br"}
+
+
+class Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def summary(**changes):
+    return RunSummary.from_data(**data(**changes))
+
+
+def text_of(value):
+    console = Console(width=200, file=io.StringIO(), force_terminal=False)
+    console.print(render_terminal(value))
+    return console.file.getvalue()
+
+
+def broken():
+    return [
+        step(0),
+        step(1, mismatch_count=3, distribution_mismatch_count=5, max_abs_diff=1e-7,
+             worst_token={"sample": "train/40/2", "position": 9}),
+        step(2),
+    ]  # fmt: skip
+
+
+def silent():
+    nothing = {"mismatch_count": None, "distribution_mismatch_count": None, "max_abs_diff": None}
+    return step(1, compared_tokens=0, incomparable_tokens={"weight_version": 320}, **nothing)
+
+
+def test_a_clean_run_says_how_much_was_compared():
+    run = summary()
+    verdict = run.verdict()
+    assert (verdict.tone, verdict.headline) == ("good", "10,946 tokens compared, 0 differing")
+    assert verdict.headline in render_html(run) and verdict.headline in text_of(run)
+
+
+def test_a_mismatch_is_the_headline_and_names_its_step():
+    run = summary(steps=broken())
+    verdict = run.verdict()
+    assert verdict.tone == "bad" and verdict.headline.endswith("5 differing")
+    assert "3 log-probabilities and 5 distributions differ, in step 1" in verdict.details
+    page = render_html(run)
+    assert "train/40/2 at 9" in page and "verdict bad" in page and "verdict good" not in page
+
+
+def test_distributions_alone_are_enough_to_fail():
+    assert summary(steps=[step(0, distribution_mismatch_count=1)]).verdict().tone == "bad"
+
+
+def test_steps_that_compared_nothing_take_the_green_away():
+    run = summary(steps=[step(0), silent()])
+    verdict = run.verdict()
+    assert verdict.tone == "unknown" and "step 1 compared nothing" in verdict.details
+    assert any(d.startswith("320 tokens were not comparable") for d in verdict.details)
+    assert "unknown" in text_of(run) and '<span class="unknown">unknown</span>' in render_html(run)
+
+
+@pytest.mark.parametrize("steps", [[], [silent()]])
+def test_nothing_compared_is_never_zero_differing(steps):
+    run = summary(steps=steps)
+    assert run.verdict().tone == "unknown" and run.verdict().headline == "Nothing was compared"
+    for text in (render_html(run), text_of(run)):
+        assert "0 differing" not in text and "Nothing was compared" in text
+
+
+def test_sides_with_other_identities_are_no_clean_run():
+    sides = data()["identities"]
+    sides["engine-0"] = {**sides["engine-0"], "numerical_policy": "00" * 32}
+    run = summary(identities=sides)
+    assert run.verdict().tone == "unknown" and run.identity_differences == ("numerical_policy",)
+    assert '<span class="some">differs</span>' in render_html(run)
+    assert "No identities were recorded" in render_html(summary(identities={}))
+
+
+def test_nonfinite_values_are_said():
+    verdict = summary(steps=[step(0, nonfinite_count=2)]).verdict()
+    assert verdict.tone == "unknown" and "2 compared log-probabilities were infinite or NaN" in verdict.details
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps": [step(0)]}, {"steps": []}, {"steps": broken(), "evaluations": []}, {"contract": {}, "evidence": {}},
+     {"steps": [step(0), silent()]}],
+    ids=["clean", "one step", "none", "broken", "bare", "silent"],
+)  # fmt: skip
+def test_the_page_is_well_formed_and_loads_nothing(changes):
+    page = render_html(summary(**changes))
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page)
+    assert not [name for name, _ in parser.attributes if name in ("src", "href") or name.startswith("on")]
+    assert not re.search(r"\bnan\b|\binf\b|None", page)
+
+
+def test_text_from_a_run_is_escaped():
+    run = summary(name="<script>x</script>", reason="a & <b>", status="stopped", facts={"<k>": '"v"'})
+    page = render_html(run)
+    assert "<script>x" not in page and "&lt;script&gt;x" in page and "a &amp; &lt;b&gt;" in page and "<k>" not in page
+
+
+def test_long_runs_are_cut_in_the_terminal_and_whole_on_the_page():
+    run = summary(steps=[step(n) for n in range(200)])
+    assert "..." in text_of(run) and len(text_of(run).splitlines()) < 80
+    assert render_html(run).count("<tr><td>") >= 200
+
+
+def test_evaluations_need_their_fields():
+    with pytest.raises(InputError, match="reward_mean"):
+        summary(evaluations=[{"step": 1}])
+
+
+def test_numbers_as_people_read_them():
+    assert (decimal(None), decimal(float("nan")), decimal(0.0)) == ("–", "–", "0")
+    assert (decimal(0.5), decimal(12.345), decimal(1.2e-7)) == ("0.500", "12.3", "1.20e-07")
+    assert (seconds(None), seconds(0.25), seconds(95), seconds(7300)) == ("–", "0.25 s", "1 min 35 s", "2 h 01 min")
+    assert (size(512), size(3 * 2**30), size(None)) == ("512 B", "3.00 GiB", "–")
+    assert ticks(0.0, 1.0, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(2.0, 2.0)[-1] > 2.0 and (tick_label(0), tick_label(4100), tick_label(2.5e6)) == ("0", "4.1k", "2.5M")
