@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu import digest as digest_module
@@ -42,7 +44,7 @@ def reference(patterns: list[int], offset: int = 0) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.int64, np.bool_])
 def test_every_element_size(dtype: type, workers: Workers) -> None:
-    values = np.random.default_rng(1).integers(0, 200, (7, 31)).astype(dtype)
+    values: NDArray[Any] = np.random.default_rng(1).integers(0, 200, (7, 31)).astype(dtype)
     patterns = values.reshape(-1).view(f"u{values.dtype.itemsize}").tolist()
     assert tensor_digest(values, workers) == reference(patterns)
     assert tensor_digest(values, workers, index_offset=12345) == reference(patterns, 12345)
@@ -144,7 +146,7 @@ def test_refusals(workers: Workers) -> None:
     with pytest.raises(ContractError, match="complex128"):
         tensor_digest(np.zeros(3, np.complex128), workers)
     with pytest.raises(ContractError, match="float64"):
-        float32_rows_digest(np.zeros((2, 2)))
+        float32_rows_digest(np.zeros((2, 2)))  # type: ignore[arg-type]
     panels = pack_rows(np.zeros((5, 4), np.float32), workers)
     with pytest.raises(ContractError, match=r"rows 3 to 5 .* 5 rows"):
         panels_digest(panels, 3, 3, workers, False)

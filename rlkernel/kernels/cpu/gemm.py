@@ -29,10 +29,10 @@ _GROUP_BLOCKS = 16  # row blocks that share one leaf buffer
 _GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-level cache meanwhile
 _GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
 _EMPTY = np.zeros(0, np.float32)
-# Estimates that only decide when a second thread pays (waking one costs about 30 us).
-_TASK_NANOSECONDS = 25_000.0
+# Estimates that only decide when another thread pays: waking one costs 15 us, several times that on a busy machine.
+_TASK_NANOSECONDS = 40_000.0
 _FMA_PER_NANOSECOND = 50.0
-_ELEMENTS_PER_NANOSECOND = 8.0
+_ELEMENTS_PER_NANOSECOND = 18.0
 
 
 @device_function
