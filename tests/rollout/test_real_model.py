@@ -17,6 +17,7 @@ from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
 from tests.rollout.fake import IDENTITIES, collect
 from vime.rollout.native import EngineConfig, KVShape, NativeEngine
+from vime.train.interface import TrainSample
 from vime.types import RolloutRequest, SampleId, SamplingParams
 
 MAX_POSITION = 128
@@ -194,3 +195,16 @@ def test_stock_kernels_run_under_the_same_scheduler_and_are_told_apart(setting) 
     assert all(np.isfinite(s.logprobs).all() for s in samples.values())
     assert native.engine().committed().digest == setting.engine().committed().digest
     assert unequal_to_trainer(setting, samples) > 0
+
+
+def test_the_engine_scores_a_given_sequence_by_a_forward_of_its_own(setting, samples) -> None:
+    engine = setting.engine()
+    sample = next(iter(samples.values()))
+    given = TrainSample(
+        sample.sample_id, sample.prompt_token_ids, sample.token_ids, np.ones(len(sample.token_ids), np.bool_)
+    )
+    scored = engine.score(given, 1.0)
+    assert np.array_equal(scored.logprobs.view(np.uint32), sample.logprobs.view(np.uint32))
+    assert np.array_equal(scored.digests, sample.digests)
+    other = engine.score(given, 0.7)
+    assert not np.array_equal(other.digests, sample.digests)

@@ -22,8 +22,8 @@ from vime.rollout.native.config import EngineConfig
 from vime.rollout.native.model import EngineModel, KVShape, PagedKV
 from vime.rollout.native.sampling import sample_tokens
 from vime.rollout.native.scheduler import Scheduler, StepPlan
-from vime.rollout.native.sequence import SequenceState
 from vime.rollout.native.scoring import score_sequence
+from vime.rollout.native.sequence import SequenceState
 from vime.rollout.native.stops import Detokenize, StopStrings
 from vime.rollout.native.weights import WeightsFactory, WeightSlots
 from vime.train.interface import ScoredSample, TrainSample
