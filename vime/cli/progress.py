@@ -52,6 +52,7 @@ class _Base:
 
     def __init__(self, switch: StopSwitch) -> None:
         self._switch = switch
+        self.done = False
 
     def started(self, run_directory: Path, first_step: int, steps: int) -> None:
         """Nothing to show."""
@@ -72,7 +73,8 @@ class _Base:
         """Nothing to show."""
 
     def finished(self, outcome: RunOutcome) -> None:
-        """Nothing to show."""
+        """Show the end, once."""
+        self.done = True
 
     def stop_requested(self) -> bool:
         """Whether a signal came."""
@@ -106,6 +108,7 @@ class PlainObserver(_Base):
 
     def finished(self, outcome: RunOutcome) -> None:
         """The final table."""
+        super().finished(outcome)
         console = Console(file=self._stream, width=100, color_system=None)
         console.print(summary_table(outcome))
 
@@ -138,6 +141,7 @@ class JsonObserver(_Base):
 
     def finished(self, outcome: RunOutcome) -> None:
         """``finished``: status, exit code, totals."""
+        super().finished(outcome)
         data = {
             "status": outcome.status,
             "exit_code": outcome.exit_code,
@@ -212,6 +216,7 @@ class BarObserver(_Base):
 
     def finished(self, outcome: RunOutcome) -> None:
         """Replace the bar by the final table."""
+        super().finished(outcome)
         self.close()
         self._console.print(summary_table(outcome))
 

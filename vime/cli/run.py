@@ -13,6 +13,9 @@ from vime.errors import Interrupted
 if TYPE_CHECKING:
     from vime.pipeline.prepare import Prepared
 
+if TYPE_CHECKING:
+    from vime.pipeline.prepare import Prepared
+
 
 @click.command()
 @pipeline_argument
@@ -58,24 +61,21 @@ def _quoted(text: str) -> str:
 
 def _drive(prepared: Prepared, as_json: bool, *, resume: bool) -> int:
     from vime.cli.progress import observing
-    from vime.runtime import run_loop
+    from vime.runtime.run_loop import run as run_pipeline
 
-    pipeline = prepared.pipeline
-    hint = f"continue it with: vime resume {pipeline.run_directory}"
+    folder = prepared.pipeline.run_directory
+    hint = f"continue it with: vime resume {folder}"
     with observing(as_json) as observer:
         try:
-            outcome = run_loop.run(prepared, resume=resume, observer=observer)
+            outcome = run_pipeline(prepared, resume=resume, observer=observer)
         except Interrupted as error:
             raise Interrupted(f"{error}; {hint}") from error
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; {hint}") from None
-    if outcome.status == "interrupted":
-        click.echo(f"vime: {outcome.message or 'interrupted'}; {hint}", err=True)
-    elif outcome.status == "mismatch":
-        click.echo(
-            f"vime: {outcome.message or 'rollout and trainer differ'}; see: vime report {pipeline.run_directory}",
-            err=True,
-        )
+        if not observer.done:
+            observer.finished(outcome)  # nothing was left to do
+    if outcome.status != "completed":
+        click.echo(f"vime: {outcome.message}; see: vime report {folder}", err=True)
     return outcome.exit_code
 
 
