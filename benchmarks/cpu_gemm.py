@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -68,11 +69,7 @@ def measure(threads: int, seconds: float = 0.5) -> Iterator[Cell]:
                 x = generator.standard_normal((rows, depth), dtype=np.float32)
                 tx, tw = torch.from_numpy(x), torch.from_numpy(w).t()
                 with torch.inference_mode():
-                    ours, other = alternate(
-                        lambda x=x, panels=panels: matmul(x, panels, workers),
-                        lambda tx=tx, tw=tw: torch.mm(tx, tw),
-                        seconds,
-                    )
+                    ours, other = alternate(partial(matmul, x, panels, workers), partial(torch.mm, tx, tw), seconds)
                 yield Cell("x @ w.T", rows, depth, columns, ours, other)
     for tokens in (64, 1024):
         for columns, depth in ((576, 576), (1536, 576), (576, 1536), (4096, 1536)):
@@ -82,9 +79,7 @@ def measure(threads: int, seconds: float = 0.5) -> Iterator[Cell]:
             tdy, tx, tgrad = torch.from_numpy(dy).t(), torch.from_numpy(x), torch.zeros(columns, depth)
             with torch.inference_mode():
                 ours, other = alternate(
-                    lambda dy=dy, x=x, grad=grad: weight_gradient(dy, x, grad, workers),
-                    lambda tgrad=tgrad, tdy=tdy, tx=tx: tgrad.addmm_(tdy, tx),
-                    seconds,
+                    partial(weight_gradient, dy, x, grad, workers), partial(tgrad.addmm_, tdy, tx), seconds
                 )
             yield Cell("dy.T @ x", tokens, depth, columns, ours, other)
     workers.close()
