@@ -155,6 +155,12 @@ def test_truncation_restricts_the_support() -> None:
     assert seen == [{0, 1, 2, 3}, {0, 1}, {0, 1}, {0, 1}, {0, 1, 2}]
 
 
+def test_top_p_stops_where_the_sum_is_reached_exactly() -> None:
+    z = np.zeros((500, 4), np.float32)  # weights of exactly 1: the running sum 2 equals 0.5 * 4
+    assert set(draw(z, keys(500, top_p=0.5)).tolist()) == {0, 1}
+    assert set(draw(z, keys(500, top_p=np.nextafter(0.5, 1))).tolist()) == {0, 1, 2}
+
+
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     z = np.zeros((3, 300), np.float32)
     z[0, [150, 299]] = 2
