@@ -16,12 +16,38 @@ from vime.train.estimators import EstimatorConfig, compute_advantages
 from vime.train.interface import TrainResult
 from vime.types import VersionRun
 
-NAMES = (
-    "step weight_version num_samples num_tokens compared_tokens incomparable_tokens mismatch_count max_abs_diff "
-    "mean_abs_diff nonfinite_count distribution_mismatch_count worst_token k1 k2 k3 ratio_min ratio_max "
-    "clip_fraction entropy reward_mean reward_std zero_variance_groups response_length_mean truncated_fraction loss "
-    "grad_norm learning_rate tokens_per_s peak_memory_bytes time_s "
-).split()
+NAMES = [
+    "step",
+    "weight_version",
+    "num_samples",
+    "num_tokens",
+    "compared_tokens",
+    "incomparable_tokens",
+    "mismatch_count",
+    "max_abs_diff",
+    "mean_abs_diff",
+    "nonfinite_count",
+    "distribution_mismatch_count",
+    "worst_token",
+    "k1",
+    "k2",
+    "k3",
+    "ratio_min",
+    "ratio_max",
+    "clip_fraction",
+    "entropy",
+    "reward_mean",
+    "reward_std",
+    "zero_variance_groups",
+    "response_length_mean",
+    "truncated_fraction",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "time_s",
+]
 TIMES = {"rollout": 2.0, "reward": 0.5, "score": 1.0, "train": 3.0, "sync": 0.1, "total": 7.0}
 
 

@@ -77,9 +77,11 @@ def test_incomplete_groups_are_an_error_unless_declared():
     assert kept.values[3:].tolist() == [0.5, -0.5]
 
 
-def test_even_a_declared_incomplete_group_needs_two():
-    with pytest.raises(InputError, match="needs 2"):
-        compute_advantages(ids(2, 1), [0.0, 1, 0], EstimatorConfig(group_size=2, incomplete_groups="keep"))
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_baseline"])
+def test_a_sample_left_alone_in_a_declared_incomplete_group_prefers_nothing(kind):
+    config = EstimatorConfig(kind, 2, incomplete_groups="keep")
+    got = compute_advantages(ids(2, 1), [0.0, 1, 0.7], config)
+    assert bits(got.values[2:]) == [0] and got.zero_variance_groups == 1 and got.values[0] < 0 < got.values[1]
 
 
 def test_a_group_larger_than_declared_is_refused():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rlkernel.contract.schedules import Schedule
 from rlkernel.errors import ContractError, NumericsError
@@ -129,7 +130,8 @@ def test_rewarded_tokens_become_more_likely():
     batch = [replace(s, advantage=1.0) for s in samples(1, 2)]
     before = [float(s.logprobs.sum()) for s in subject.score(batch).samples]
     for step in range(3):
-        subject.train(step, batch)
+        result = subject.train(step, batch)
+    assert json.loads(json.dumps(result.facts, allow_nan=False))["first_update_ratio_min"] is None
     after = [float(s.logprobs.sum()) for s in subject.score(batch).samples]
     assert all(a > b + 0.5 for a, b in zip(after, before, strict=True))
 
@@ -171,6 +173,19 @@ def test_a_flipped_bit_in_the_packed_weights_is_caught():
     subject._model.weights.vectors["model.norm.weight"].view(np.uint32)[3] ^= np.uint32(1)
     with pytest.raises(NumericsError, match="bytes changed"):
         subject.score(samples())
+
+
+def test_flushed_denormals_are_caught_before_anything_is_computed():
+    subject = trainer()
+    batch = with_old(subject, samples())
+    torch.set_flush_denormal(True)
+    try:
+        for request in (lambda: subject.score(batch), lambda: subject.train(0, batch)):
+            with pytest.raises(NumericsError, match="flushes subnormal numbers"):
+                request()
+    finally:
+        torch.set_flush_denormal(False)
+    assert subject.train(0, batch).updates == 1
 
 
 def test_a_nan_names_sample_token_and_position_and_changes_nothing():

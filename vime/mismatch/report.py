@@ -164,14 +164,14 @@ def build_report(
         abs_diff_percentiles=comparison.abs_diff_percentiles,
         update_ratio_min=_known(trained.ratio_min) if trained else None,
         update_ratio_max=_known(trained.ratio_max) if trained else None,
-        reference_kl=_known(trained.facts.get("reference_kl", math.nan)) if trained else None,
+        reference_kl=_known(trained.facts.get("reference_kl")) if trained else None,
         updates=trained.updates if trained else 0,
         dropped_samples=dict(dropped_samples or {}),
     )
 
 
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _known(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:

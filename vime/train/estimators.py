@@ -43,7 +43,8 @@ class EstimatorConfig:
     """How advantages are made from rewards.
 
     ``baseline`` belongs to ``reinforce_baseline``. ``group_size`` is the number of samples of a prompt;
-    ``incomplete_groups: keep`` declares that smaller groups may be used as they are.
+    ``incomplete_groups: keep`` declares that smaller groups may be used as they are; a sample that is left alone has
+    nothing to be compared with, and so an advantage of 0.
     """
 
     kind: Estimator = "grpo"
@@ -168,9 +169,4 @@ def _check_size(sample_ids: Sequence[SampleId], group: range, config: EstimatorC
         raise InputError(
             f"{where} has {len(group)} of {config.group_size} samples (k = {present}): wait for the others, drop the "
             "group with a reason, or declare incomplete_groups: keep"
-        )
-    if len(group) < config.smallest_group:
-        raise InputError(
-            f"{where} has {len(group)} sample (k = {present}); even with incomplete_groups: keep {config.kind} needs "
-            f"{config.smallest_group}: drop the group with a reason"
         )

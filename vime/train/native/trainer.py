@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rlkernel.kernels.cpu.digest import tensor_digest
 
 from rlkernel.contract.identity import Identities, TensorEntry, manifest_digest
 from rlkernel.errors import NumericsError
+from rlkernel.kernels.cpu.digest import tensor_digest
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.ops.weights import tensors_manifest_digest
 from vime.errors import InputError
@@ -129,6 +129,7 @@ class NativeTrainer:
         chosen = self._model if model == "policy" else self._reference
         if chosen is None:
             raise InputError("scores of the reference model were asked for, and the trainer has none")
+        self._workers.probe()
         case = "trainer_score"
         results: list[ScoredSample] = []
         with count_forward(chosen, case) as count:
@@ -252,11 +253,11 @@ class NativeTrainer:
             gradient_digest=manifest_digest(entries),
             facts={
                 "trained_tokens": total.trained_tokens,
-                "reference_kl": total.reference_kl,
+                "reference_kl": _measured(total.reference_kl),
                 "update_losses": [part.loss for part in per_update],
                 "update_grad_norms": norms,
-                "first_update_ratio_min": per_update[0].ratio_min,
-                "first_update_ratio_max": per_update[0].ratio_max,
+                "first_update_ratio_min": _measured(per_update[0].ratio_min),
+                "first_update_ratio_max": _measured(per_update[0].ratio_max),
                 "total_updates": self.updates,
             },
         )
@@ -280,6 +281,11 @@ class NativeTrainer:
 
     def close(self) -> None:
         """Nothing is held that outlives the object; the workers belong to their maker."""
+
+
+def _measured(value: float) -> float | None:
+    """None instead of NaN: facts are plain JSON."""
+    return None if math.isnan(value) else value
 
 
 def leaf_blocks(update: range, leaves: int) -> list[range]:
