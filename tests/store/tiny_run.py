@@ -33,6 +33,17 @@ from vime.timeline.events import (
 from vime.train.interface import ScoredSample
 from vime.types import GeneratedSample, Prompt, SampleId, VersionRun
 
+STORED = (
+    "prompt_index",
+    "k",
+    "prompt_offsets",
+    "response_offsets",
+    "tokens",
+    "rollout_logprobs",
+    "trainer_logprobs",
+    "sampled_at",
+    "rewards",
+)
 SIDE = {"semantic": "5" * 64, "numerical_policy": "6" * 64}
 
 
@@ -177,6 +188,7 @@ class TinyRun:
         scored = [ScoredSample(s.sample_id, s.logprobs.copy(), s.digests.copy(), s.entropies.copy()) for s in samples]
         rewards = np.asarray([state.samples[i].reward for i in ids], np.float64)
         arrays = {**rollout_arrays(samples), **trainer_arrays(scored), "rewards": rewards}
+        arrays = {name: arrays[name] for name in STORED}
         self.hook("before arrays")
         self.directory.write_arrays(step, arrays, OBSERVED_ARRAYS)
         self.hook("after arrays")

@@ -173,7 +173,8 @@ def _sync(state: State, event: SyncStaged | SyncVerified | SyncCommitted | SyncR
     if published is None:
         raise Broken(f"version {event.version} was not published (invariant 2)")
     if isinstance(event, SyncStaged):
-        return
+        newest = len(state.versions) - 1
+        return require(event.version == newest, f"version {newest} is published; an older one is stale (invariant 2)")
     if isinstance(event, SyncCommitted):
         for name, other in state.engines.items():
             good = not other.live or other.verified == (event.version, published.digest)
