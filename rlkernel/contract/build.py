@@ -41,7 +41,13 @@ class Contract:
             "schema": SCHEMA,
             "model": _config_json(self.config),
             "regions": [
-                {"name": r.name, "kind": r.kind, "inputs": list(r.inputs), "outputs": list(r.outputs), "weights": list(r.weights)}
+                {
+                    "name": r.name,
+                    "kind": r.kind,
+                    "inputs": list(r.inputs),
+                    "outputs": list(r.outputs),
+                    "weights": list(r.weights),
+                }
                 for r in definition.regions
             ],
             "cases": sorted({case for case, _ in self.entries}),
@@ -112,7 +118,9 @@ def build_contract(
     return Contract(config, profile, dtype, topology, float32_bits(temperature), entries, rope_digest(config))
 
 
-def compare_identities(one: Identities, other: Identities, contract_one: Contract, contract_other: Contract) -> list[str]:
+def compare_identities(
+    one: Identities, other: Identities, contract_one: Contract, contract_other: Contract
+) -> list[str]:
     """Why two sides may not run together: each differing field of the semantic or numerical identity."""
     problems = []
     for name in ("semantic", "numerical_policy"):

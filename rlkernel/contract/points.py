@@ -77,7 +77,7 @@ class SixPoints:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; the inverse is :func:`points_from_json`."""
-        return _plain(asdict(self))
+        return dict(_plain(asdict(self)))
 
     def differences(self, other: SixPoints) -> list[str]:
         """Paths of the fields that differ, each with both values."""
@@ -107,7 +107,9 @@ def _build(kind: Any, data: Any, path: str) -> Any:
     names = {item.name for item in fields(kind)}
     unknown, missing = sorted(set(data) - names), sorted(names - set(data))
     if unknown or missing:
-        raise ContractError(f"{path}: unknown fields {unknown}, missing fields {missing}; {kind.__name__} has {sorted(names)}")
+        raise ContractError(
+            f"{path}: unknown fields {unknown}, missing fields {missing}; {kind.__name__} has {sorted(names)}"
+        )
     return data
 
 

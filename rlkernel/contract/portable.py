@@ -37,7 +37,9 @@ class PortableEntries:
         pairs = tuple(sorted(constants.items()))
         return SixPoints(none, Split(), Merge(), self._stream, self._to_stream, primitives, pairs)
 
-    def _chain(self, inputs: tuple[str, ...], domain: str, *, leaves: int = 1, output: str | None = None, bias: bool = False) -> SixPoints:
+    def _chain(
+        self, inputs: tuple[str, ...], domain: str, *, leaves: int = 1, output: str | None = None, bias: bool = False
+    ) -> SixPoints:
         precision = Precision(self._dtype, "float32", "float32", "float32", output or self._dtype)
         merge = Merge(leaf="ascending_chain", leaves="balanced_tree" if leaves > 1 else "none")
         primitives = (FMA, ADD) if bias or leaves > 1 else (FMA,)
@@ -48,7 +50,9 @@ class PortableEntries:
         merge = Merge(leaf="ascending_chain", lanes="balanced_tree")
         eps = (("eps", float32_bits(self._config.rms_norm_eps)),)
         split = Split(lanes=lanes(width))
-        return SixPoints(Dependency(inputs, "hidden axis"), split, merge, self._stream, self._to_stream, primitives, eps)
+        return SixPoints(
+            Dependency(inputs, "hidden axis"), split, merge, self._stream, self._to_stream, primitives, eps
+        )
 
     def forward(self) -> dict[str, SixPoints]:
         """Entries of the forward cases, by region kind."""
@@ -146,7 +150,9 @@ class PortableEntries:
         bf16 = self._dtype == "bfloat16"
         sites = (RoundingSite("weights P", "bfloat16"), RoundingSite("score gradients dS", "bfloat16")) if bf16 else ()
         return SixPoints(
-            Dependency(("query, key, value, gradient rows of the sequence",), "dq: keys; dk, dv: q heads, then queries"),
+            Dependency(
+                ("query, key, value, gradient rows of the sequence",), "dq: keys; dk, dv: q heads, then queries"
+            ),
             Split(),
             CHAIN,
             self._stream,

@@ -54,14 +54,14 @@ class LinearLogprob:
         step = max(1, _LOGITS_PER_CHUNK // vocabulary)
         return [(first, min(rows, first + step)) for first in range(0, rows, step)] or [(0, 0)]
 
-    def forward(self, region: Region, x: Array, targets: NDArray[np.int64], temperature: float, host: Host) -> RowStatistics:
+    def forward(
+        self, region: Region, x: Array, targets: NDArray[np.int64], temperature: float, host: Host
+    ) -> RowStatistics:
         """Statistics of rows x [R, H] for target ids [R]."""
         parts = []
         for first, last in self._chunks(len(x), host.config.vocab_size):
             z = gemm.matmul(x[first:last], host.weights.rows(region), host.workers)
-            parts.append(
-                logprob.row_statistics(z, np.float32(temperature), targets[first:last], host.tp, host.workers)
-            )
+            parts.append(logprob.row_statistics(z, np.float32(temperature), targets[first:last], host.tp, host.workers))
         return _concatenate(parts)
 
     def sample(
@@ -102,7 +102,5 @@ class LinearLogprob:
                 z, statistics, ids, coefficient[first:last], np.float32(temperature), host.workers, host.bf16
             )
             gemm.weight_gradient(dz, rows, grad, host.workers)
-            parts.append(
-                gemm.matmul(dz, host.weights.columns(region), host.workers, leaves=host.tp, bf16=host.bf16)
-            )
+            parts.append(gemm.matmul(dz, host.weights.columns(region), host.workers, leaves=host.tp, bf16=host.bf16))
         return np.concatenate(parts)

@@ -58,9 +58,7 @@ class RmsNorm:
         x, inv_rms = saved
         name = region.weights[0]
         dw = host.gradients.buffer(name)
-        return (
-            norm.rms_norm_backward(grads[0], x, host.weights.vectors[name], inv_rms, dw, host.workers, host.bf16),
-        )
+        return (norm.rms_norm_backward(grads[0], x, host.weights.vectors[name], inv_rms, dw, host.workers, host.bf16),)
 
 
 class QkNorm:
@@ -183,9 +181,7 @@ class Attention:
             if not np.array_equal(positions[starts[:-1]], np.zeros(len(starts) - 1, np.int32)):
                 raise NumericsError("a batch without KV state must hold whole sequences, from position 0")
             k_pages, v_pages, table = attention.pages_from_sequences(k, v, starts)
-        out, lse2 = attention.attention(
-            q, k_pages, v_pages, table, starts, positions, scale2, host.workers, host.bf16
-        )
+        out, lse2 = attention.attention(q, k_pages, v_pages, table, starts, positions, scale2, host.workers, host.bf16)
         return (out,), (q, k, v, out, lse2)
 
     def backward(self, region: Region, saved: Any, grads: Sequence[Array], host: Host) -> tuple[Array, ...]:

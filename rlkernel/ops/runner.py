@@ -127,7 +127,10 @@ class ModelRunner:
         self._check_targets(targets)
         host = self._host(_rows_batch(len(targets)), case, None)
         self.evidence.ran("logprob", case, self.composition.head.implementation, len(targets))
-        return self.composition.head.forward(self.definition.head, hidden_rows, targets, temperature, host)
+        found: RowStatistics = self.composition.head.forward(
+            self.definition.head, hidden_rows, targets, temperature, host
+        )
+        return found
 
     def sample(
         self, hidden_rows: Any, keys: SamplingKeys, temperature: float, case: str
@@ -135,7 +138,8 @@ class ModelRunner:
         """Draw one token a row of [R, H]."""
         host = self._host(_rows_batch(len(keys.k)), case, None)
         self.evidence.ran("logprob", case, self.composition.head.implementation, len(keys.k))
-        return self.composition.head.sample(self.definition.head, hidden_rows, keys, temperature, host)
+        drawn, statistics = self.composition.head.sample(self.definition.head, hidden_rows, keys, temperature, host)
+        return drawn, statistics
 
     def _check_targets(self, targets: NDArray[np.int64]) -> None:
         if targets.size and (int(targets.min()) < 0 or int(targets.max()) >= self.definition.config.vocab_size):
@@ -181,7 +185,8 @@ class ModelRunner:
         return Tape(batch, rows, targets, temperature, hidden, statistics, saved, checkpoints, digests)
 
     def _digest(self, value: Any) -> tuple[int, int]:
-        return tensor_digest(np.ascontiguousarray(np.asarray(value, dtype=np.float32)), self._workers)
+        array = value if isinstance(value, np.ndarray) else value.float().numpy()  # bfloat16 widens exactly
+        return tensor_digest(np.ascontiguousarray(array), self._workers)
 
     def backward(self, tape: Tape, coefficient: NDArray[np.float32], gradients: Gradients) -> None:
         """Continue the weight gradients with this tape's tokens; ``coefficient`` [R] = d loss / d logprob.

@@ -138,7 +138,12 @@ def test_a_manifest_depends_on_name_shape_dtype_and_digest_and_not_on_order():
     a, b = TensorEntry("a", (2, 3), "float32", (1, 2)), TensorEntry("b", (6,), "float32", (3, 4))
     base = manifest_digest([a, b])
     assert base == manifest_digest([b, a])
-    for other in (replace(a, name="c"), replace(a, shape=(3, 2)), replace(a, dtype="bfloat16"), replace(a, lanes=(1, 3))):
+    for other in (
+        replace(a, name="c"),
+        replace(a, shape=(3, 2)),
+        replace(a, dtype="bfloat16"),
+        replace(a, lanes=(1, 3)),
+    ):
         assert manifest_digest([other, b]) != base
     with pytest.raises(ContractError, match="twice"):
         manifest_digest([a, a])

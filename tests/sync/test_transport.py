@@ -49,9 +49,9 @@ def test_released_weights_cannot_be_received(tmp_path):
 
 
 def test_other_names_and_dtypes_are_refused(tmp_path):
-    with pytest.raises(InputError, match="accepted: memory, shm, disk"):
+    with pytest.raises(InputError, match="memory, shm, disk"):
         make_transport("pigeon", tmp_path)
-    with pytest.raises(InputError, match="x is torch.int64"):
+    with pytest.raises(InputError, match=r"x is torch\.int64"):
         make_transport("shm", tmp_path).send({"x": torch.zeros(2, dtype=torch.int64)})
 
 

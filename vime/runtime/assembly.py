@@ -93,7 +93,8 @@ class Sides:
             problems = compare_identities(trainer, engine, self.contract, self.contract)
             if problems:
                 raise InvariantViolation(
-                    f"trainer and engine {self.engine.engine_id} do not compute the same function: " + "; ".join(problems)
+                    f"trainer and engine {self.engine.engine_id} do not compute the same function: "
+                    + "; ".join(problems)
                 )
         return {"trainer": trainer.as_json(), self.engine.engine_id: engine.as_json()}
 

@@ -48,7 +48,7 @@ def request_to_json(request: RolloutRequest) -> dict[str, Any]:
 
 def request_from_json(data: Mapping[str, Any]) -> RolloutRequest:
     """Inverse of :func:`request_to_json`."""
-    params = {name: tuple(v) if isinstance(v, list) else v for name, v in data["params"].items()}
+    params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data["params"].items()}
     return RolloutRequest(SampleId.parse(data["sample_id"]), tuple(data["prompt"]), SamplingParams(**params))
 
 

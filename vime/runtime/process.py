@@ -27,9 +27,7 @@ from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
 EngineFactory = Callable[[Mapping[str, Any]], Any]
-_ERRORS: dict[str, type[VimeError]] = {
-    error.__name__: error for error in (InputError, InvariantViolation, Interrupted)
-}
+_ERRORS: dict[str, type[VimeError]] = {error.__name__: error for error in (InputError, InvariantViolation, Interrupted)}
 
 
 def _committed_json(committed: CommittedVersion | None) -> dict[str, Any] | None:

@@ -29,21 +29,18 @@ class Publisher:
         self._sides.check_identities(self._exact)
         tensors = self._sides.trainer.weights()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._timeline.append(
-            VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size})
-        )
+        self._timeline.append(VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size}))
 
         def note(record: SyncRecord) -> None:
             seen = {"seconds": record.seconds, "bytes": size}
-            common = {"engine": record.engine_id, "version": record.version, "observed": seen}
-            if record.kind == "staged":
-                self._timeline.append(SyncStaged(digest=record.digest, **common))
-            elif record.kind == "verified":
-                self._timeline.append(SyncVerified(digest=record.digest, **common))
-            elif record.kind == "committed":
-                self._timeline.append(SyncCommitted(digest=record.digest, **common))
-            else:
-                self._timeline.append(SyncRolledBack(reason=record.reason, **common))
+            engine = record.engine_id
+            if record.kind == "rolled_back":
+                self._timeline.append(
+                    SyncRolledBack(engine=engine, version=version, reason=record.reason, observed=seen)
+                )
+                return
+            event = {"staged": SyncStaged, "verified": SyncVerified, "committed": SyncCommitted}[record.kind]
+            self._timeline.append(event(engine=engine, version=version, digest=record.digest, observed=seen))
 
         synchronise(version, digest, tensors, [self._sides.engine], self._sides.transport, note)
         self.version, self.digest = version, digest
@@ -61,6 +58,4 @@ class Publisher:
             )
         self._sides.check_identities(self._exact)
         tensors = self._sides.trainer.weights()
-        synchronise(
-            self.version, digest, tensors, [self._sides.engine], self._sides.transport, lambda record: None
-        )
+        synchronise(self.version, digest, tensors, [self._sides.engine], self._sides.transport, lambda record: None)

@@ -292,9 +292,7 @@ class _Run:
             print(f"vime: the interruption could not be noted in {self.directory.path}: {error}", file=sys.stderr)
 
     def _outcome(self) -> RunOutcome:
-        differing = sum(
-            (r["mismatch_count"] or 0) + (r["distribution_mismatch_count"] or 0) for r in self.reports
-        )
+        differing = sum((r["mismatch_count"] or 0) + (r["distribution_mismatch_count"] or 0) for r in self.reports)
         latest = self.timeline.state.latest_version
         return RunOutcome(
             status="mismatch" if differing else "completed",

@@ -113,9 +113,7 @@ class SideSpecification:
         """A copy of the tensors in the form that the side's kernels read."""
         definition = define_model(self.config)
         if numerics == "exact":
-            return WeightSet(
-                definition, tensors, dtype=self.dtype, tp=self.tp, workers=workers, training=training
-            )
+            return WeightSet(definition, tensors, dtype=self.dtype, tp=self.tp, workers=workers, training=training)
         return TorchWeightSet(definition, tensors, dtype=self.dtype, workers=workers)
 
     def as_json(self) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
     evidence = Evidence(engine_id)
     runners: list[ModelRunner] = []
 
-    def model(weights: Any) -> ModelRunner:
+    def model(weights: Any) -> Any:
         # tables are made once; each commit binds them to other weights
         if not runners:
             runners.append(

@@ -95,7 +95,9 @@ class StepStages:
 
     # rollout and reward, for training and evaluation alike
 
-    def generate(self, prompts: Sequence[Prompt], namespace: Namespace, samples_per_prompt: int) -> list[GeneratedSample]:
+    def generate(
+        self, prompts: Sequence[Prompt], namespace: Namespace, samples_per_prompt: int
+    ) -> list[GeneratedSample]:
         """Generate ``samples_per_prompt`` samples a prompt; in sample order. Events: started, finished."""
         engine, params = self.sides.engine, self.prepared.sampling(namespace)
         requests = [
@@ -117,7 +119,9 @@ class StepStages:
             if self._observer.stop_requested():
                 raise Interrupted("stopped on request during generation")
         if expected:
-            raise InvariantViolation(f"engine {engine.engine_id} did not return samples {sorted(map(str, expected))[:5]}")
+            raise InvariantViolation(
+                f"engine {engine.engine_id} did not return samples {sorted(map(str, expected))[:5]}"
+            )
         return sorted(finished, key=lambda sample: sample.sample_id)
 
     def give_rewards(
@@ -136,7 +140,9 @@ class StepStages:
             if settings.on_error == "stop":
                 try:
                     event = self.timeline.give_reward(
-                        sample.sample_id, settings.function, lambda call=call: (call(), {})  # type: ignore[misc]
+                        sample.sample_id,
+                        settings.function,
+                        lambda call=call: (call(), {}),  # type: ignore[misc]
                     )
                 except RewardFailure as failure:
                     raise Interrupted(
@@ -222,7 +228,8 @@ class StepStages:
                 answers = [bool(answer) for answer in answers]
             except Exception as error:  # a user's function may raise anything
                 raise Interrupted(
-                    f"the filter {name!r} raised {type(error).__name__} for prompt {prompt_index}: {error}; mend it and resume"
+                    f"the filter {name!r} raised {type(error).__name__} for prompt {prompt_index}: {error}; "
+                    "mend it and resume"
                 ) from error
             if len(answers) != len(samples):
                 raise Interrupted(
@@ -331,7 +338,9 @@ class StepStages:
                 )
             for _ in self.record.quarantined:
                 self.record.dropped["nonfinite"] += 1
-        if (comparison.mismatch_count or comparison.distribution_mismatch_count) and self._pipeline.on_mismatch == "stop":
+        if (
+            comparison.mismatch_count or comparison.distribution_mismatch_count
+        ) and self._pipeline.on_mismatch == "stop":
             where = "" if worst is None else f"; the worst is sample {worst.sample}, position {worst.position}"
             raise InvariantViolation(
                 f"step {step}: {comparison.mismatch_count} of {comparison.compared_tokens} log-probabilities and "

@@ -88,6 +88,13 @@ class MemoryTransport:
         self._held.pop(handle["key"], None)
 
 
+def _bytes_of(segment: shared_memory.SharedMemory) -> memoryview:
+    """The segment's memory. Raises InvariantViolation for one that was closed."""
+    if segment.buf is None:
+        raise InvariantViolation(f"the shared-memory segment {segment.name!r} is closed")
+    return segment.buf
+
+
 class SharedMemoryTransport:
     """One POSIX shared-memory segment a publication, all tensors packed into it."""
 
@@ -103,7 +110,7 @@ class SharedMemoryTransport:
             segment = shared_memory.SharedMemory(create=True, size=max(1, size))
         except OSError as error:
             raise InputError(f"{size} bytes of shared memory for the weights cannot be had: {error}") from error
-        view = np.frombuffer(segment.buf, np.uint8)
+        view = np.frombuffer(_bytes_of(segment), np.uint8)
         for entry in entries:
             view[entry["offset"] : entry["offset"] + entry["bytes"]] = _raw(tensors[entry["name"]])
         del view
@@ -119,11 +126,13 @@ class SharedMemoryTransport:
             # the sender owns the segment; Python 3.11 would otherwise unlink it when this process ends
             resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
         if segment.size < handle["size"]:
-            raise InvariantViolation(f"shared memory {handle['segment']!r} has {segment.size} bytes, not {handle['size']}")
+            raise InvariantViolation(
+                f"shared memory {handle['segment']!r} has {segment.size} bytes, not {handle['size']}"
+            )
         self._received.append(segment)
         result = {}
         for entry in handle["tensors"]:
-            raw = np.frombuffer(segment.buf, np.uint8, entry["bytes"], entry["offset"])
+            raw = np.frombuffer(_bytes_of(segment), np.uint8, entry["bytes"], entry["offset"])
             tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
             if entry["bytes"]:
                 # a copy: a tensor that outlives the segment must not read freed memory

@@ -50,12 +50,12 @@ def cache_folder() -> Path:
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a kernel: no GIL, NumPy's division semantics, no fast math, cached by all sources."""
-    previous = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_folder())
+    previous = getattr(config, "CACHE_DIR", "")
+    setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010 (the module's attributes are made at run time)
     try:
         return numba.njit(nogil=True, error_model="numpy", fastmath=False, cache=True)(function)
     finally:
-        config.CACHE_DIR = previous
+        setattr(config, "CACHE_DIR", previous)  # noqa: B010
 
 
 def device_function(function: Callable[..., Any]) -> Any:

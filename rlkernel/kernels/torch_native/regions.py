@@ -50,7 +50,7 @@ class TorchRegion:
 
     def backward(self, region: Region, saved: Any, grads: Sequence[torch.Tensor], host: Host) -> Tensors:
         leaves, weights, outputs = saved
-        result = torch.autograd.grad(outputs, leaves + weights, grads)
+        result: Tensors = torch.autograd.grad(outputs, leaves + weights, grads)
         assert host.gradients is not None
         for name, gradient in zip(region.weights, result[len(leaves) :], strict=True):
             host.gradients.buffer(name).__iadd__(gradient.float().numpy())
@@ -187,7 +187,10 @@ class TorchLinearLogprob:
     ) -> RowStatistics:
         with torch.no_grad():
             parts = [
-                self._statistics(self._logits(region, x[i : i + _ROWS_PER_CHUNK], temperature, host), targets[i : i + _ROWS_PER_CHUNK])
+                self._statistics(
+                    self._logits(region, x[i : i + _ROWS_PER_CHUNK], temperature, host),
+                    targets[i : i + _ROWS_PER_CHUNK],
+                )
                 for i in range(0, max(1, len(x)), _ROWS_PER_CHUNK)
             ]
         return RowStatistics(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in vars(parts[0])})
