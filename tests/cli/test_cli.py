@@ -1,0 +1,201 @@
+"""Commands: exit codes, sentences instead of tracebacks, JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.helpers import text
+from tests.store.tiny_run import TinyRun
+from vime.cli.main import invoke
+from vime.cli.progress import StopSwitch, stop_on_signals
+from vime.cli.run import set_aside
+from vime.errors import Interrupted, InvariantViolation
+from vime.timeline.events import SampleFinished
+from vime.timeline.log import read_log
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "run"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("runs")
+    paths = {name: folder / name for name in ("one", "same", "other")}
+    TinyRun(paths["one"], order=1).run()
+    TinyRun(paths["same"], order=2).run()
+    TinyRun(paths["other"], salt=1).run()
+    yield paths
+
+
+def call(*arguments: object) -> int:
+    return invoke([str(item) for item in arguments])
+
+
+def test_check_says_that_all_is_well(pipeline: Path, capsys: Capture) -> None:
+    assert call("check", pipeline) == 0
+    assert "no problems" in capsys.readouterr().out
+    assert call("check", pipeline, "--graph") == 0
+    assert "rollout" in capsys.readouterr().out
+    assert call("check", pipeline, "--resolved") == 0
+    assert "max_num_seqs: 256" in capsys.readouterr().out
+
+
+def test_check_lists_every_problem(pipeline: Path, capsys: Capture) -> None:
+    arguments = ("check", pipeline, "--set", "stepz=1", "--set", "seed=x")
+    assert call(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "stepz" in captured.err and "seed" in captured.err and "2 problems" in captured.err
+    assert call(*arguments, "--json") == 2
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["key"] for line in lines} == {"stepz", "seed"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "nowhere.yaml"),
+        ("run",),
+        ("run", "--no-such-option"),
+        ("no-such-command",),
+        ("resume", "nowhere"),
+        ("report", "nowhere"),
+        ("timeline", "nowhere"),
+        ("provenance", "nowhere"),
+        ("diff", "nowhere", "nowhere"),
+        ("model", "fetch", "smollm3"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: Capture) -> None:
+    assert call(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_nothing_starts_before_the_pipeline_is_clean(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert call("run", pipeline, "--set", "stages.reward.function=nowhere") == 2
+    assert not (tmp_path / "run").exists()
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(Interrupted("disk full"), 3), (InvariantViolation("bits differ"), 1)])
+def test_errors_of_a_run_become_codes(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception, code: int
+) -> None:
+    import vime.runtime.run_loop
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(vime.runtime.run_loop, "run", fail)
+    assert call("run", pipeline) == code
+    message = capsys.readouterr().err
+    assert str(error) in message
+    assert ("vime resume" in message) == (code == 3)
+
+
+def test_a_run_in_the_way_is_moved_aside_only_when_asked(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    TinyRun(tmp_path / "run").run()
+    before = (tmp_path / "run/timeline.jsonl").read_bytes()
+    assert call("run", pipeline) == 2
+    assert "--fresh" in capsys.readouterr().err
+    assert set_aside(tmp_path / "run") == tmp_path / "run.1"
+    assert (tmp_path / "run.1/timeline.jsonl").read_bytes() == before
+    assert set_aside(tmp_path / "run") is None
+
+
+def test_the_first_signal_asks_and_the_second_interrupts() -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as switch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert switch.set
+        with pytest.raises(KeyboardInterrupt):
+            switch.handle(signal.SIGINT, None)
+    assert signal.getsignal(signal.SIGTERM) is previous
+    assert not StopSwitch().set
+
+
+def test_diff_and_its_codes(runs: dict[str, Path], capsys: Capture) -> None:
+    assert call("diff", runs["one"], runs["same"]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert call("diff", runs["one"], runs["other"]) == 1
+    assert "step 0" in capsys.readouterr().out
+    assert call("diff", runs["one"], runs["other"], "--json") == 1
+    assert json.loads(capsys.readouterr().out)["difference"]["step"] == 0
+
+
+def test_timeline_lists_filters_and_verifies(runs: dict[str, Path], capsys: Capture) -> None:
+    assert call("timeline", runs["one"], "--type", "batch_assigned", "--json", "--verify") == 0
+    captured = capsys.readouterr()
+    assert [json.loads(line)["type"] for line in captured.out.splitlines()] == ["batch_assigned"] * 3
+    assert "every invariant holds" in captured.err
+    assert call("timeline", runs["one"], "--type", "batch_asigned") == 2
+    assert "batch_assigned" in capsys.readouterr().err
+
+
+def test_a_damaged_log_is_named(runs: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
+    content = (runs["one"] / "timeline.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "timeline.jsonl").write_bytes(b"".join(content[:5] + content[6:]))
+    assert call("timeline", tmp_path) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    (tmp_path / "timeline.jsonl").write_bytes(b"".join(content)[:-9])
+    assert call("timeline", tmp_path) == 0
+    assert "incomplete" in capsys.readouterr().err
+
+
+def test_provenance_of_versions_and_of_a_token(runs: dict[str, Path], capsys: Capture) -> None:
+    assert call("provenance", runs["one"]) == 0
+    assert "published" in capsys.readouterr().out
+    events = [record.event for record in read_log(runs["one"] / "timeline.jsonl").records]
+    sample = next(e for e in events if isinstance(e, SampleFinished) and str(e.sample_id) == "train/2/0")
+    arguments = ("provenance", runs["one"], "--sample", "train/2/0", "--position")
+    assert call(*arguments, sample.num_prompt_tokens, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], facts["version"], facts["engine"]) == (1, 1, "engine-0")
+    assert facts["published_digest"] == facts["served_digest"]
+    assert facts["rollout_logprob_bits"] == facts["trainer_logprob_bits"]
+    assert facts["sampled_at"] > 0
+    for position in (sample.num_prompt_tokens - 1, sample.num_prompt_tokens + sample.num_tokens):
+        assert call(*arguments, position) == 2
+    assert call("provenance", runs["one"], "--sample", "train/2/0") == 2
+    assert call("provenance", runs["one"], "--sample", "2/0", "--position", 1) == 2
+    assert call("provenance", runs["one"], "--sample", "train/99/0", "--position", 1) == 2
+
+
+def test_doctor(capsys: Capture) -> None:
+    assert call("doctor", "--json") == 0
+    names = {json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()}
+    assert {"fused multiply-add", "subnormal numbers", "torch", "vllm", "hip-python", "kernel cache", "disk"} <= names
+    assert call("doctor") == 0
+    assert "the portable profile runs here" in capsys.readouterr().out
+
+
+def test_doctor_notices_flushed_subnormals(capsys: Capture) -> None:
+    import torch
+
+    torch.set_flush_denormal(True)
+    try:
+        assert call("doctor") == 2
+    finally:
+        torch.set_flush_denormal(False)
+    assert "cannot run" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys: Capture) -> None:
+    assert call("--help") == 0
+    out = capsys.readouterr().out
+    for name in ("run", "resume", "check", "report", "provenance", "timeline", "diff", "doctor", "model"):
+        assert name in out

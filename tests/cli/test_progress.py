@@ -1,0 +1,88 @@
+"""What a run shows: plain lines, JSON lines, the bar, the final table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vime.cli.progress import BarObserver, JsonObserver, PlainObserver, StopSwitch
+from vime.cli.tables import report_line, summary
+from vime.runtime.observer import Observer, RunOutcome
+
+REPORT: dict[str, Any] = {
+    "step": 0, "num_tokens": 100, "compared_tokens": 90, "incomparable_tokens": {"kv_version": 10}, "mismatch_count": 0,
+    "distribution_mismatch_count": 0, "nonfinite_count": 0, "reward_mean": 0.5, "loss": 0.25, "grad_norm": 1.0,
+    "tokens_per_s": 1234.0, "time_s": {"total": 2.0},
+}  # fmt: skip
+NOTHING = {**REPORT, "step": 1, "compared_tokens": 0, "mismatch_count": None, "distribution_mismatch_count": None,
+           "nonfinite_count": None, "reward_mean": None, "loss": None}  # fmt: skip
+BROKEN = {**REPORT, "step": 1, "mismatch_count": 3, "distribution_mismatch_count": 4}
+
+
+def outcome(*reports: dict[str, Any]) -> RunOutcome:
+    evaluations = ({"step": 0, "reward_mean": 0.1}, {"step": 2, "reward_mean": 0.9})
+    return RunOutcome("completed", Path("runs/x"), 2, reports, evaluations, 4.0, "ab" * 32)
+
+
+def drive(observer: Observer, *reports: dict[str, Any]) -> None:
+    observer.started(Path("runs/x"), 0, 2)
+    for report in reports:
+        observer.step_started(report["step"])
+        observer.stage("rollout")
+        observer.progress(3, 4)
+        observer.progress(4, 4)
+        observer.step_finished(report)
+    observer.evaluated({"step": 2, "reward_mean": 0.9})
+    observer.finished(outcome(*reports))
+
+
+def test_plain_lines() -> None:
+    stream = io.StringIO()
+    drive(PlainObserver(StopSwitch(), stream), REPORT, NOTHING)
+    shown = stream.getvalue()
+    assert "step 1/2  reward 0.500  0 of 90 tokens and 0 rows differ" in shown
+    assert "step 2/2  reward -  nothing compared" in shown
+    assert "steps that compared nothing" in shown
+    assert "held-out reward 0.900 after 2 steps" in shown
+
+
+def test_json_lines() -> None:
+    stream = io.StringIO()
+    drive(JsonObserver(StopSwitch(), stream), REPORT, BROKEN)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines if line["event"] != "stage"] == [
+        "started", "step", "step", "evaluation", "finished",
+    ]  # fmt: skip
+    last = lines[-1]
+    assert (last["mismatch_count"], last["distribution_mismatch_count"], last["exit_code"]) == (3, 4, 0)
+    assert (last["held_out_before"], last["held_out_after"], last["reward_first"]) == (0.1, 0.9, 0.5)
+
+
+def test_the_bar_shows_mismatches_above_itself() -> None:
+    stream = io.StringIO()
+    bar = BarObserver(StopSwitch(), Console(file=stream, force_terminal=True, width=120, color_system=None))
+    drive(bar, REPORT, BROKEN)
+    shown = stream.getvalue()
+    assert "3 of 90 tokens and 4 rows differ" in shown
+    assert "completed: runs/x" in shown
+    assert bar.done
+
+
+def test_nothing_compared_is_never_zero() -> None:
+    assert summary(outcome(NOTHING))["mismatch_count"] is None
+    assert summary(outcome(NOTHING))["steps_without_comparison"] == 1
+    assert summary(outcome(REPORT, NOTHING))["mismatch_count"] == 0
+    assert summary(outcome())["reward_first"] is None
+    assert "0 of" not in report_line(NOTHING, 0)
+
+
+def test_the_switch_asks_a_run_to_stop() -> None:
+    switch = StopSwitch()
+    observer = PlainObserver(switch, io.StringIO())
+    assert not observer.stop_requested()
+    switch.set = True
+    assert observer.stop_requested()
