@@ -1,0 +1,65 @@
+"""The commands on a real run: small, but with the real engine and trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.helpers import text
+from vime.cli.main import invoke
+
+Capture = pytest.CaptureFixture[str]
+
+
+def call(*arguments: object) -> int:
+    return invoke([str(item) for item in arguments])
+
+
+def test_run_report_diff_resume(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "a"))
+    assert call("run", file, "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    last = lines[-1]
+    assert (last["event"], last["status"], last["steps_done"]) == ("finished", "completed", 2)
+    assert last["mismatch_count"] == last["distribution_mismatch_count"] == 0
+    assert last["compared_tokens"] == last["num_tokens"] > 0
+
+    # keys that may not change a bit, all at once
+    knobs = {"stages.rollout.max_num_seqs": 3, "stages.rollout.max_batched_tokens": 5, "stages.rollout.block_size": 8,
+             "stages.rollout.prefix_caching": "false", "stages.train.micro_batch_samples": 3, "threads": 1,
+             "run_directory": tmp_path / "b", "name": "other"}  # fmt: skip
+    assert call("run", file, *(f"--set={key}={value}" for key, value in knobs.items())) == 0
+    assert "0" in capsys.readouterr().out
+    assert call("diff", tmp_path / "a", tmp_path / "b") == 0, capsys.readouterr().out
+
+    # a key that does
+    assert call("run", file, "--set", "seed=8", "--set", f"run_directory={tmp_path}/c") == 0
+    assert call("diff", tmp_path / "a", tmp_path / "c") == 1
+    capsys.readouterr()
+
+    assert call("report", tmp_path / "a") == 0
+    assert "0 differing" in capsys.readouterr().out
+    assert call("report", tmp_path / "a", "--json") == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if '"event": "step"' in line]) == 2
+    before = (tmp_path / "a/timeline.jsonl").read_bytes()
+    assert call("resume", tmp_path / "a") == 0
+    assert "2 of 2" in capsys.readouterr().out
+    assert (tmp_path / "a/timeline.jsonl").read_bytes().startswith(before)
+
+
+def test_a_failing_reward_stops_resumable_and_resume_goes_on(tmp_path: Path, capsys: Capture) -> None:
+    reward = tmp_path / "mine.py"
+    body = "def score(prompt, sample, text):\n    {}\n    return float(len(text))\n"
+    reward.write_text(body.format("if prompt.prompt_index == 5: raise ValueError('broken on purpose')"))
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "a"))
+    mine = f"stages.reward.function={reward}:score"
+    assert call("run", file, "--set", mine) == 3
+    message = capsys.readouterr().err
+    assert "broken on purpose" in message and "vime resume" in message and "Traceback" not in message
+    reward.write_text(body.format("pass"))
+    assert call("resume", tmp_path / "a") == 0, capsys.readouterr().err
+    assert "2 of 2" in capsys.readouterr().out
