@@ -110,7 +110,9 @@ def _power_of_two(n: Float64s) -> Float64s:
 
 def _reduce_angle(x: Float64s) -> tuple[NDArray[np.int64], Pair]:
     if x.size and not bool((np.abs(x) <= MAX_ANGLE).all()):
-        raise ContractError(f"an angle is beyond {MAX_ANGLE:.0f} (2^22) or not a number: sin and cos are not defined there")
+        raise ContractError(
+            f"an angle is beyond {MAX_ANGLE:.0f} (2^22) or not a number: sin and cos are not defined there"
+        )
     turns = (x * _TWO_OVER_PI + _ROUND) - _ROUND
     # exact: turns has at most 22 bits and each part 30; the first difference cancels to multiples of its ulp
     first = x - turns * _HALF_PI[0]

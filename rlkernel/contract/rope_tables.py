@@ -36,7 +36,9 @@ def _llama3(rope: RopeConfig, frequencies: NDArray[np.float64]) -> NDArray[np.fl
     low, high = rope.parameter("low_freq_factor"), rope.parameter("high_freq_factor")
     original = rope.parameter("original_max_position_embeddings")
     if high <= low:
-        raise ContractError(f"rope scaling 'llama3' has high_freq_factor = {high}: it must exceed low_freq_factor = {low}")
+        raise ContractError(
+            f"rope scaling 'llama3' has high_freq_factor = {high}: it must exceed low_freq_factor = {low}"
+        )
     wavelength = _TWO_PI / frequencies
     smooth = (original / wavelength - low) / (high - low)
     between = (1.0 - smooth) * frequencies / factor + smooth * frequencies
@@ -122,7 +124,7 @@ def rope_tables(config: ModelConfig, positions: int) -> tuple[NDArray[np.float32
 def rope_digest(config: ModelConfig) -> str:
     """SHA-256 (hex) of what determines the tables, for ``numerical_policy``.
 
-    It covers kind, head size, the bits of every inverse frequency and of the attention factor, and the table rows
+    It covers every parameter, the bits of every inverse frequency and of the attention factor, and the table rows
     of the first positions and of powers of two up to the context, so that a change of the sine shows as well.
     """
     sample = [p for p in range(_DIGEST_ROWS) if p < config.max_position]
@@ -131,6 +133,8 @@ def rope_digest(config: ModelConfig) -> str:
     return digest(
         {
             "kind": config.rope.kind,
+            "theta": float64_bits(config.rope.theta),
+            "parameters": {name: float64_bits(value) for name, value in config.rope.parameters},
             "head_dim": config.head_dim,
             "max_position": config.max_position,
             "inverse_frequencies": [float64_bits(float(value)) for value in inverse_frequencies(config)],

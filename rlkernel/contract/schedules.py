@@ -56,9 +56,8 @@ class Schedule:
             return self.peak
         span = self.total_updates - self.warmup_updates
         progress = float(min(update - self.warmup_updates, span)) / float(span)
-        if self.kind == "linear":
-            shape = 1.0 - progress
-        else:
+        shape = 1.0 - progress
+        if self.kind == "cosine":
             shape = 0.5 * (1.0 + float(hostmath.cos(hostmath.PI * progress)))
         return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * shape)
 
@@ -96,9 +95,7 @@ class BetaPowers:
 
     def advance(self) -> BetaPowers:
         """The powers after one more update."""
-        return BetaPowers(
-            self.beta1, self.beta2, self.updates + 1, self.power1 * self.beta1, self.power2 * self.beta2
-        )
+        return BetaPowers(self.beta1, self.beta2, self.updates + 1, self.power1 * self.beta1, self.power2 * self.beta2)
 
     @classmethod
     def at(cls, beta1: float, beta2: float, updates: int) -> BetaPowers:

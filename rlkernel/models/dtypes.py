@@ -19,7 +19,7 @@ def check_dtype(dtype: str) -> Dtype:
     """Return ``dtype``. Raises ModelError unless it is one of the contract's two."""
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of the contract's: {', '.join(DTYPES)}")
-    return dtype  # type: ignore[return-value]
+    return dtype
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

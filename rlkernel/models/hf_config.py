@@ -141,7 +141,7 @@ def _rope(reader: _Reader, max_position: int) -> RopeConfig:
         reader.problems.append(f"{name} = {given!r}: a mapping is needed")
         return RopeConfig()
     values = {key: value for key, value in given.items() if value is not None}
-    kind = values.pop("rope_type", None) or values.get("type") or "default"
+    kind: Any = values.pop("rope_type", None) or values.get("type") or "default"
     values.pop("type", None)
     theta = values.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     if values.pop("partial_rotary_factor", 1) != 1:
@@ -173,7 +173,9 @@ def _rope(reader: _Reader, max_position: int) -> RopeConfig:
     for key, value in values.items():
         is_flag = key == "truncate" and isinstance(value, bool)
         if not is_flag and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**40):
-            reader.problems.append(f"{name}.{key} = {value!r}: {'true or false' if key == 'truncate' else 'a number above 0'} is needed")
+            reader.problems.append(
+                f"{name}.{key} = {value!r}: {'true or false' if key == 'truncate' else 'a number above 0'} is needed"
+            )
             continue
         parameters[key] = float(value)
     return RopeConfig(theta=float(theta), kind=kind, parameters=tuple(sorted(parameters.items())))
@@ -202,9 +204,7 @@ def _refusals(reader: _Reader, family: Family, num_layers: int) -> None:
         reader.problems.append(f"sliding_window = {window!r} is in use: only full attention is implemented")
 
 
-def parse_config(
-    raw: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
+def parse_config(raw: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Dimensions from the contents of ``config.json``, old style (``rope_scaling``) or new (``rope_parameters``).
 
     ``generation`` is the contents of ``generation_config.json``: its end-of-sequence ids take priority, as they

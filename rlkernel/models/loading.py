@@ -124,7 +124,9 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[Path], list[
                 problems.append(str(error))
                 continue
             listed = {tensor for tensor, file in weight_map.items() if file == name}
-            problems += [f"{tensor} is not in {name}, where {index.name} says" for tensor in sorted(listed - set(entries))]
+            problems += [
+                f"{tensor} is not in {name}, where {index.name} says" for tensor in sorted(listed - set(entries))
+            ]
             problems += [f"{tensor} is in {name}, but not in {index.name}" for tensor in sorted(set(entries) - listed)]
             stored.update(entries)
     return stored, files, problems
@@ -216,7 +218,9 @@ def load_model(path: Path, dtype: Dtype) -> LoadedModel:
     """Load a Hugging Face folder or a GGUF file, whichever ``path`` is. Raises ModelError."""
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{path} is a file that does not end in .gguf: a Hugging Face folder or a GGUF file is needed")
+            raise ModelError(
+                f"{path} is a file that does not end in .gguf: a Hugging Face folder or a GGUF file is needed"
+            )
         from rlkernel.models.gguf import load_gguf
 
         return load_gguf(path, dtype)

@@ -115,7 +115,8 @@ def near_normal(name: str, seed: int, count: int, deviation: float) -> NDArray[n
     # a 16-bit uniform has mean 65535/2 and variance (2^32 - 1)/12; twice the sum is centred by an integer
     centred = (2 * total - 8 * 65535).astype(np.float64)
     unit = 0.5 / float(np.sqrt(np.float64(8.0 * 4294967295.0 / 12.0)))
-    return (centred * (unit * deviation)).astype(np.float32)
+    result: NDArray[np.float32] = (centred * (unit * deviation)).astype(np.float32)
+    return result
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], seed: int, config: ModelConfig) -> NDArray[np.float32]:

@@ -49,16 +49,21 @@ def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
+    save_file({name: tensors[name].contiguous() for name in names}, path, {"format": "pt"})
+    path.chmod(0o644)  # safetensors creates files that only their owner can read
+
+
 def _write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     shards = plan_shards(sizes, shard_bytes)
     if len(shards) == 1:
-        save_file({name: tensors[name].contiguous() for name in shards[0]}, folder / "model.safetensors", {"format": "pt"})
+        _write_shard(folder / "model.safetensors", tensors, shards[0])
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: tensors[name].contiguous() for name in names}, folder / file, {"format": "pt"})
+        _write_shard(folder / file, tensors, names)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)

@@ -67,8 +67,12 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over vocabulary, merges, all processing steps, special tokens and chat template."""
+        backend = json.loads(self.backend.to_str())
+        processor = backend["post_processor"] or {}
+        if processor.get("type") == "TemplateProcessing" and not processor["special_tokens"]:
+            backend["post_processor"] = None  # transformers adds one that does nothing
         value = {
-            "backend": json.loads(self.backend.to_str()),
+            "backend": backend,
             "special_tokens": dict(self.special_tokens),
             "chat_template": self.chat_template,
         }
@@ -190,7 +194,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise ModelError(f"the tokenizer of {path} cannot be loaded: {error}") from error
     if not getattr(loaded, "is_fast", False):
-        raise ModelError(f"the tokenizer of {path} ({type(loaded).__name__}) has no fast form: tokenizer.json is needed")
+        raise ModelError(
+            f"the tokenizer of {path} ({type(loaded).__name__}) has no fast form: tokenizer.json is needed"
+        )
     backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
