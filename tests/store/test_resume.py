@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def count_hooks(path: Path) -> int:
-    calls = []
+    calls: list[str] = []
     TinyRun(path, hook=calls.append).run()
     return len(calls)
 
@@ -220,6 +220,18 @@ def test_resume_of_a_finished_run_changes_nothing(whole: tuple[Path, str], tmp_p
     with RunDirectory.open_for_resume(path) as directory:
         assert directory.resumption.finished and directory.timeline.run_digest() == whole[1]
     assert (path / "timeline.jsonl").read_bytes() == before
+
+
+def test_killed_right_after_creation_and_with_bare_folders_gone(whole: tuple[Path, str], tmp_path: Path) -> None:
+    RunDirectory.create(path := tmp_path / "run", "name: tiny\n").close()
+    shutil.rmtree(path / ".staging")
+    (path / "checkpoints").rmdir()
+    shutil.rmtree(path / "arrays.zarr")
+    assert TinyRun(path).run() == whole[1]
+    (path / "arrays.zarr" / "zarr.json").unlink()
+    cut_after(path, ArraysWritten)
+    assert TinyRun(path).run() == whole[1]
+    assert (path / "arrays.zarr" / "zarr.json").is_file() and verify_run(path).ok
 
 
 def test_resume_without_a_run(tmp_path: Path) -> None:

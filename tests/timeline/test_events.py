@@ -75,9 +75,9 @@ def test_content_of_a_sample_counts_every_bit() -> None:
             "sample_id": A,
             "prompt_token_ids": (1, 2),
             "token_ids": (3, 4),
-            "logprobs": np.float32([-1, -2]),
+            "logprobs": np.asarray([-1, -2], np.float32),
             "digests": np.zeros((2, 2), np.uint64),
-            "entropies": np.float32([0.5, 0.25]),
+            "entropies": np.asarray([0.5, 0.25], np.float32),
             "sampled_at": np.zeros(2),
             "versions": (VersionRun(2, 0, 0, 0),),
             "finish_reason": "stop",
@@ -90,8 +90,8 @@ def test_content_of_a_sample_counts_every_bit() -> None:
     assert first.logical() == same.logical() and same.observed["preemptions"] == 3
     for change in (
         {"token_ids": (3, 5)},
-        {"logprobs": np.float32([-1, np.nextafter(np.float32(-2), np.float32(0))])},
+        {"logprobs": np.asarray([-1, np.nextafter(np.float32(-2), np.float32(0))], np.float32)},
         {"digests": np.ones((2, 2), np.uint64)},
-        {"entropies": np.float32([0.5, -0.25])},
+        {"entropies": np.asarray([0.5, -0.25], np.float32)},
     ):
         assert SampleFinished.of(sample(**change)).content_digest != first.content_digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -215,7 +216,7 @@ def test_tokens_carry_the_committed_version() -> None:
     check_all([*old, begin, fresh])
 
 
-def in_flight(**kwargs: bool | int) -> list[Event]:
+def in_flight(**kwargs: Any) -> list[Event]:
     """A sample during whose generation version 1 was committed."""
     events = [*started(**kwargs), *synced(0, "w0"), PROMPT]
     events += [SampleStarted(sample_id=A), *synced(1, "w1")]

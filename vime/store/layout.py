@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.errors import InputError
-from vime.train.interface import ScoredSample
 from vime.types import GeneratedSample, SampleId
+
+if TYPE_CHECKING:  # readers of a run need no torch
+    from vime.train.interface import ScoredSample
 
 PROMPT_OFFSETS = "prompt_offsets"
 RESPONSE_OFFSETS = "response_offsets"

@@ -61,6 +61,7 @@ class RunDirectory:
         path = path.absolute()
         _refuse_existing(path)
         building = path.with_name(f".{path.name}{_BUILDING}{os.getpid()}")
+        missing = [folder for folder in path.parents if not folder.exists()]
         _remove_abandoned(path)
         with disk_errors(f"the new run directory {path}"):
             shutil.rmtree(building, ignore_errors=True)
@@ -81,7 +82,9 @@ class RunDirectory:
                 shutil.rmtree(building, ignore_errors=True)
                 _refuse_existing(path)
                 raise error
-            fsync_folder(path.parent)
+            # The names of folders that were made on the way are no safer than the run in them.
+            for folder in (path.parent, *(folder.parent for folder in missing)):
+                fsync_folder(folder)
         # An empty log has nothing to replay: opening it is starting it.
         return cls._opened(path, lock, keep_checkpoints, read_log(path / LOG_NAME))
 

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 from vime.errors import InvariantViolation
 from vime.timeline.event import Event, Scope, decode_value, encode_value
-from vime.timeline.events import ArraysWritten, CheckpointWritten, Decision, RewardGiven, RunResumed, RunStarted
+from vime.timeline.events import (
+    ArraysWritten,
+    CheckpointWritten,
+    ContractFixed,
+    Decision,
+    RewardGiven,
+    RunResumed,
+    RunStarted,
+)
 from vime.timeline.invariants import check, check_all
 from vime.timeline.log import DamagedTail, Head, LogContent, LogWriter, Record, read_log
 from vime.timeline.order import RunDigest, free_key
@@ -33,7 +41,7 @@ class Resumption:
 
     ``checkpoint_step`` is None where the run is executed again from its start; ``rejected`` names each checkpoint
     that was announced, but cannot be loaded, and why; ``to_replay`` events are made again and compared; a
-    ``finished`` run has nothing left to do.
+    ``finished`` run has nothing left to do. ``start`` and ``contract`` are what the run began with, as logged.
     """
 
     checkpoint_step: int | None
@@ -41,6 +49,8 @@ class Resumption:
     rejected: tuple[str, ...]
     to_replay: int
     finished: bool
+    start: RunStarted | None = None
+    contract: ContractFixed | None = None
 
 
 class Timeline:
@@ -101,7 +111,10 @@ class Timeline:
             digest.add(record.event)
         to_replay = sum(record.event.scope is not Scope.BOOKKEEPING for record in ahead)
         step = checkpoint.step if checkpoint is not None else None
-        resumption = Resumption(step, content.tail, tuple(rejected), to_replay, finished)
+        events = [record.event for record in content.records]
+        start = next((event for event in events if isinstance(event, RunStarted)), None)
+        contract = next((event for event in events if isinstance(event, ContractFixed)), None)
+        resumption = Resumption(step, content.tail, tuple(rejected), to_replay, finished, start, contract)
         writer = LogWriter.resume(folder / LOG_NAME, content)
         timeline = cls(writer, state, Replay(ahead), digest, resumption, clock)
         if content.records and not finished:

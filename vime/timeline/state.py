@@ -43,13 +43,16 @@ SampleStatus = Literal["started", "aborted", "finished", "dropped", "assigned"]
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """A sample. ``tick`` counts folded events up to its start; ``oldest_version`` is None for an empty sample."""
+    """A sample. ``tick`` counts folded events up to its start; ``oldest_version`` is None for an empty sample.
+
+    ``comparable_tokens``: version -> how many of its tokens read KV of that version only.
+    """
 
     status: SampleStatus
     tick: int
     engine: str | None = None
     num_tokens: int = 0
-    comparable_tokens: Mapping[int, int] = field(default_factory=dict)  # version -> tokens whose KV has that version too
+    comparable_tokens: Mapping[int, int] = field(default_factory=dict)
     oldest_version: int | None = None
     reward: float | None = None
     step: int | None = None
