@@ -137,7 +137,7 @@ def test_old_and_new_styles_are_one(written):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has ['sliding_attention']"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not implemented; accepted are default"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not implemented; accepted"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not implemented"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks high_freq_factor, low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "unknown parameters ['beta']"),
