@@ -69,6 +69,14 @@ def _write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], shard_byte
     _write_json(folder / "model.safetensors.index.json", index)
 
 
+def write_description(folder: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer | None) -> None:
+    """Write everything of a Hugging Face folder but the weights: configuration, generation defaults, tokenizer."""
+    _write_json(folder / "config.json", config_json(config, dtype))
+    _write_json(folder / "generation_config.json", generation_json(config))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
 def save_model(
     folder: Path,
     config: ModelConfig,
@@ -102,11 +110,8 @@ def save_model(
         shutil.rmtree(partial)
     partial.mkdir()
     try:
-        _write_json(partial / "config.json", config_json(config, dtypes[0]))
-        _write_json(partial / "generation_config.json", generation_json(config))
+        write_description(partial, config, dtypes[0], tokenizer)
         _write_weights(partial, tensors, shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save(partial)
         for path in sorted(partial.iterdir()):
             _sync(path)
         _sync(partial)

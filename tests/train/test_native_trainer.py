@@ -242,7 +242,7 @@ def test_a_resumed_trainer_has_the_bits_of_an_uninterrupted_one(tmp_path):
     for step in range(2):
         straight.train(step, with_old(straight, samples(seed=step)))
     files = straight.save(tmp_path / "checkpoint")
-    assert set(files) == {"weights.safetensors", "master.safetensors", "moment1.safetensors", "moment2.safetensors",
+    assert set(files) == {"model.safetensors", "master.safetensors", "moment1.safetensors", "moment2.safetensors",
                           "trainer.json"}  # fmt: skip
     resumed = trainer(optimizer=optimizer, seed=9)
     assert resumed.manifest_digest() != straight.manifest_digest()
@@ -269,8 +269,8 @@ def damage_bit(folder):
 
 
 def damage_missing(folder):
-    (folder / "weights.safetensors").unlink()
-    return r"weights.safetensors is missing"
+    (folder / "model.safetensors").unlink()
+    return r"model.safetensors is missing"
 
 
 def damage_no_state(folder):

@@ -11,20 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.contract.canonical import digest
+from rlkernel.models.saving import write_description
 from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
 from vime.mismatch.report import build_report
 from vime.pipeline.graph import Graph, Stage
 from vime.pipeline.loading import resolved_yaml
 from vime.pipeline.prepare import Prepared
-from vime.pipeline.schema import Pipeline, bit_relevant
 from vime.pipeline.stages import step_specs
-from vime.report.html import render_html
-from vime.report.summary import RunSummary
+from vime.report.summary import Status
 from vime.runtime.assembly import Sides, SidesFactory, assemble
-from vime.runtime.deployment import describe_deployment
 from vime.runtime.observer import Observer, RunOutcome, Silent
 from vime.runtime.publication import Publisher
+from vime.runtime.resuming import (
+    pipeline_digest,
+    refuse_other_identities,
+    refuse_other_pipeline,
+    say_what_was_found,
+    settings_as_json,
+)
 from vime.runtime.stages import StepStages
+from vime.runtime.views import rewrite_report, write_contract, write_views
+from vime.store.files import file_sha256
 from vime.store.run_directory import RunDirectory
 from vime.store.steps import step_report
 from vime.timeline.event import encode_value
@@ -39,11 +46,6 @@ from vime.timeline.events import (
 )
 from vime.train.ordered import ordered_mean
 from vime.types import Prompt
-
-
-def pipeline_digest(pipeline: Pipeline) -> str:
-    """SHA-256 over the settings that can change a bit; floats as bit patterns."""
-    return digest(encode_value(bit_relevant(pipeline)))
 
 
 def run(
@@ -90,8 +92,12 @@ class _Run:
 
     def drive(self, factory: SidesFactory) -> RunOutcome:
         """Set up, do all steps, close."""
+        resumption = self.directory.resumption
+        refuse_other_pipeline(self.directory.path, resumption, self.pipeline)
+        say_what_was_found(self.directory.path, resumption)
         self._recall()
-        if self.directory.resumption.finished:
+        if resumption.finished:
+            rewrite_report(self.directory, self.prepared, self.reports, self.evaluations)
             return self._outcome()
         sides = factory(self.prepared, self.directory.path)
         try:
@@ -117,12 +123,14 @@ class _Run:
 
     def _work(self, sides: Sides) -> None:
         exact = self.pipeline.numerics.rollout == self.pipeline.numerics.trainer == "exact"
+        identities = sides.check_identities(exact)
+        refuse_other_identities(self.directory.path, self.directory.resumption, identities, sides.engine.engine_id)
         checkpoint = self.directory.resume_checkpoint()
         if checkpoint is None:
-            self._start(sides, exact)
+            self._start(sides, exact, identities)
         publisher = Publisher(sides, self.timeline, exact)
         stages = StepStages(self.prepared, sides, self.directory, publisher, self.observer)
-        self._write_contract(sides)
+        write_contract(self.directory, self.prepared, sides)
         first = self.timeline.state.next_step
         self.observer.started(self.directory.path, first, self.pipeline.steps)
         if checkpoint is None:
@@ -138,7 +146,7 @@ class _Run:
         self.timeline.append(RunFinished(weights_digest=publisher.digest))
         self._write_views(sides, "finished", "")
 
-    def _start(self, sides: Sides, exact: bool) -> None:
+    def _start(self, sides: Sides, exact: bool, identities: Mapping[str, Mapping[str, str]]) -> None:
         pipeline, engine = self.pipeline, sides.engine
         self.timeline.append(
             RunStarted(
@@ -149,9 +157,9 @@ class _Run:
                 engines=(engine.engine_id,),
                 resolved_digest=digest(encode_value(pipeline.model_dump(mode="json"))),
                 placement={"placement": pipeline.placement, "transport": sides.transport.name},
+                observed={"pipeline": settings_as_json(pipeline)},
             )
         )
-        identities = sides.check_identities(exact)
         named = ("semantic", "numerical_policy")
         self.timeline.append(
             ContractFixed(
@@ -216,8 +224,15 @@ class _Run:
             self._evaluate(stages, publisher, step + 1)
         if last or (step + 1) % self.pipeline.checkpoint.every == 0:
             self.observer.stage("checkpoint")
-            self.directory.write_checkpoint(step, sides.trainer.save)
+            self.directory.write_checkpoint(step, lambda folder: self._fill_checkpoint(folder, sides))
             self._write_views(sides, "running", "")
+
+    def _fill_checkpoint(self, folder: Path, sides: Sides) -> dict[str, str]:
+        """The trainer's state, and what makes the folder a model that transformers loads; file name -> SHA-256."""
+        files = dict(sides.trainer.save(folder))
+        write_description(folder, self.prepared.config, self.pipeline.contract.dtype, self.prepared.tokenizer)
+        files.update({path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name not in files})
+        return files
 
     def _evaluate(self, stages: StepStages, publisher: Publisher, done: int) -> None:
         settings = self.pipeline.stages.evaluate
@@ -245,51 +260,19 @@ class _Run:
 
     # what is written beside the log
 
-    def _write_contract(self, sides: Sides) -> None:
-        state = self.timeline.state
-        numerics = self.pipeline.numerics.model_dump()
-        self.directory.write_contract(
-            {
-                **sides.contract.as_json(),
-                "identities": {} if state.contract is None else {k: dict(v) for k, v in state.contract.sides.items()},
-                "deployment": describe_deployment({}, {"reward": self.prepared.reward.source_digest}),
-                "numerics": numerics,
-                "model": {"source": sides.source},
-                "certificates": [],
-            }
-        )
-
-    def _write_views(self, sides: Sides, status: Any, reason: str) -> None:
-        evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: sides.engine.evidence()}
-        self.directory.write_evidence(evidence)
-        state = self.timeline.state
-        summary = RunSummary.from_data(
-            self.pipeline.name,
-            self.reports,
-            self.evaluations,
-            contract=sides.contract.as_json(),
-            evidence=evidence,
-            identities={} if state.contract is None else {k: dict(v) for k, v in state.contract.sides.items()},
-            status=status,
-            reason=reason,
-            facts={
-                "model": sides.source,
-                "dtype": self.pipeline.contract.dtype,
-                "profile": self.pipeline.contract.profile,
-                "seed": str(self.pipeline.seed),
-                "placement": self.pipeline.placement,
-                "run digest": self.timeline.run_digest(),
-            },
-        )
-        self.directory.write_report(render_html(summary))
+    def _write_views(self, sides: Sides, status: Status, reason: str) -> None:
+        write_views(self.directory, self.prepared, sides, self.reports, self.evaluations, status, reason)
 
     def _note_interruption(self, sides: Sides, reason: str) -> None:
         """Say in the log and in the views why the run stops; a disk that refuses must not hide the reason."""
         try:
             self.timeline.append(RunInterrupted(reason=reason))
+        except VimeError as error:
+            print(f"vime: the interruption could not be noted in the log: {error}", file=sys.stderr)
+        try:
             self._write_views(sides, "stopped", reason)
         except (VimeError, OSError) as error:
-            print(f"vime: the interruption could not be noted in {self.directory.path}: {error}", file=sys.stderr)
+            print(f"vime: the report in {self.directory.path} is not up to date: {error}", file=sys.stderr)
 
     def _outcome(self) -> RunOutcome:
         differing = sum((r["mismatch_count"] or 0) + (r["distribution_mismatch_count"] or 0) for r in self.reports)

@@ -1,6 +1,6 @@
 """What the next training step depends on, as files: weights, master, moments, counters.
 
-weights.safetensors   logical tensors in the contract's dtype
+model.safetensors     logical tensors in the contract's dtype
 master.safetensors    the float32 master of the optimizer
 moment1.safetensors   AdamW's m, float32
 moment2.safetensors   AdamW's v, float32
@@ -30,7 +30,9 @@ from vime.train.native.optimizer import AdamW, AdamWState
 
 FORMAT = 1
 STATE_FILE = "trainer.json"
-TENSOR_FILES = ("weights", "master", "moment1", "moment2")
+WEIGHTS = "model"
+"""The weights' file has the name that Hugging Face folders use: with a config.json beside it, transformers loads it."""
+TENSOR_FILES = (WEIGHTS, "master", "moment1", "moment2")
 _KEYS = ("format", "dtype", "steps", "updates", "beta_powers", "optimizer", "identities", "sha256")
 
 
@@ -61,7 +63,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     state = optimizer.state()
     groups = {
-        "weights": dict(tensors),
+        WEIGHTS: dict(tensors),
         "master": _torch(state.master),
         "moment1": _torch(state.moment1),
         "moment2": _torch(state.moment2),
@@ -120,7 +122,7 @@ def load(
     groups = {name: _read_tensors(folder, name, content["sha256"]) for name in TENSOR_FILES}
     problems: list[str] = []
     for name, tensors in groups.items():
-        problems += _problems(f"{name}.safetensors", tensors, expected, float32=name != "weights")
+        problems += _problems(f"{name}.safetensors", tensors, expected, float32=name != WEIGHTS)
     if problems:
         raise InputError(f"{folder}: {len(problems)} tensors do not fit: " + "; ".join(problems))
     try:
@@ -131,7 +133,7 @@ def load(
         raise InputError(f"{folder / STATE_FILE}: counters or beta powers cannot be read: {error}") from error
     state = AdamWState(_numpy(groups["master"]), _numpy(groups["moment1"]), _numpy(groups["moment2"]), powers)
     optimizer.restore(state)
-    return LoadedState(steps, groups["weights"])
+    return LoadedState(steps, groups[WEIGHTS])
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
