@@ -1,0 +1,110 @@
+"""What a run writes beside its log: contract.json, evidence.json, report.html. All of it can be lost without harm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.errors import Interrupted
+from vime.pipeline.prepare import Prepared
+from vime.report.html import render_html
+from vime.report.summary import RunSummary, Status
+from vime.runtime.assembly import Sides
+from vime.runtime.deployment import describe_deployment
+from vime.store.run_directory import CONTRACT_NAME, EVIDENCE_NAME, RunDirectory
+
+
+def identities_of(directory: RunDirectory) -> dict[str, dict[str, str]]:
+    """Identities of all sides, as logged; empty before they were exchanged."""
+    contract = directory.timeline.state.contract
+    return {} if contract is None else {side: dict(found) for side, found in contract.sides.items()}
+
+
+def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) -> None:
+    """contract.json: entries, identities, and what the run was deployed on."""
+    directory.write_contract(
+        {
+            **sides.contract.as_json(),
+            "identities": identities_of(directory),
+            "deployment": describe_deployment({}, {"reward": prepared.reward.source_digest}),
+            "numerics": prepared.pipeline.numerics.model_dump(),
+            "model": {"source": sides.source},
+            "certificates": [],
+        }
+    )
+
+
+def write_views(
+    directory: RunDirectory,
+    prepared: Prepared,
+    sides: Sides,
+    reports: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    status: Status,
+    reason: str = "",
+) -> None:
+    """evidence.json and report.html of a run in progress, or of one that stops: its engine may be gone by then."""
+    try:
+        engine = sides.engine.evidence()
+    except Interrupted as error:
+        if status != "stopped":
+            raise
+        engine = {"calls": [], "facts": {"not asked": str(error)}, "refused": []}
+    evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: engine}
+    directory.write_evidence(evidence)
+    contract = {**sides.contract.as_json(), "model": {"source": sides.source}}
+    _write_report(directory, prepared, contract, evidence, reports, evaluations, status, reason)
+
+
+def rewrite_report(
+    directory: RunDirectory,
+    prepared: Prepared,
+    reports: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+) -> None:
+    """report.html of a finished run, from what its processes left: the last of them may have died before writing it."""
+    contract, evidence = (_read(directory.path / name) for name in (CONTRACT_NAME, EVIDENCE_NAME))
+    _write_report(directory, prepared, contract, evidence, reports, evaluations, "finished", "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A view as it was left; empty (and shown as unknown in the report) where it is gone or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_report(
+    directory: RunDirectory,
+    prepared: Prepared,
+    contract: Mapping[str, Any],
+    evidence: Mapping[str, Any],
+    reports: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    status: Status,
+    reason: str,
+) -> None:
+    pipeline = prepared.pipeline
+    summary = RunSummary.from_data(
+        pipeline.name,
+        reports,
+        evaluations,
+        contract={key: value for key, value in contract.items() if key != "model"},
+        evidence=evidence,
+        identities=identities_of(directory),
+        status=status,
+        reason=reason,
+        facts={
+            "model": contract.get("model", {}).get("source", "unknown"),
+            "dtype": pipeline.contract.dtype,
+            "profile": pipeline.contract.profile,
+            "seed": str(pipeline.seed),
+            "placement": pipeline.placement,
+            "run digest": directory.timeline.run_digest(),
+        },
+    )
+    directory.write_report(render_html(summary))
