@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,7 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
         reference=reference,
     )
     folder = run_directory / "weights"
+    shutil.rmtree(folder, ignore_errors=True)  # publications that a killed process left; this one holds the lock
     transport = make_transport(pipeline.stages.sync.transport, folder)
     engine: RunEngine
     if pipeline.placement == "colocated":

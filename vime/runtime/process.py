@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +23,7 @@ from vime.runtime.messages import (
     train_sample_from_json,
     train_sample_to_json,
 )
-from vime.sync.transport import make_transport
+from vime.sync.transport import Transport, make_transport
 from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
@@ -36,50 +37,59 @@ def _committed_json(committed: CommittedVersion | None) -> dict[str, Any] | None
 
 def _serve(connection: Connection, factory: EngineFactory, specification: Mapping[str, Any]) -> None:
     """The child's loop: one request, one or several answers. Ends when the parent is gone."""
+    # Ctrl-C on a terminal reaches every process of the run: when to stop, the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = factory(specification)
     transport = make_transport(specification["transport"], Path(specification["transport_folder"]))
-    send(connection, {"ready": True})
-    while True:
-        try:
-            header, _ = receive(connection)
-        except EOFError:
-            break
-        call = header["call"]
-        if call == "close":
-            break
-        try:
-            if call == "identities":
-                send(connection, {"value": engine.identities().as_json()})
-            elif call == "stage":
-                tensors = transport.receive(header["handle"])
-                try:
-                    send(connection, {"value": engine.stage_weights(header["version"], tensors)})
-                finally:
-                    transport.close_received()
-            elif call == "commit":
-                committed = engine.commit_weights(header["version"], header["digest"])
-                send(connection, {"value": _committed_json(committed)})
-            elif call == "rollback":
-                engine.rollback_weights()
-                send(connection, {"value": None})
-            elif call == "committed":
-                send(connection, {"value": _committed_json(engine.committed())})
-            elif call == "score":
-                scored = engine.score(train_sample_from_json(header["sample"]), header["temperature"])
-                arrays = {"logprobs": scored.logprobs, "digests": scored.digests, "entropies": scored.entropies}
-                send(connection, {"value": None}, arrays)
-            elif call == "evidence":
-                send(connection, {"value": engine.evidence()})
-            elif call == "generate":
-                for sample in engine.generate([request_from_json(r) for r in header["requests"]]):
-                    described, arrays = sample_to_message(sample)
-                    send(connection, {"sample": described}, arrays)
-                send(connection, {"value": None})
-            else:
-                send(connection, {"error": "InputError", "message": f"unknown call {call!r}"})
-        except (VimeError, RlkernelError) as error:
-            send(connection, {"error": type(error).__name__, "message": str(error)})
-    engine.close()
+    try:
+        send(connection, {"ready": True})
+        while _answer(connection, engine, transport):
+            pass
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone, killed perhaps: nobody is left to answer
+    finally:
+        engine.close()
+
+
+def _answer(connection: Connection, engine: Any, transport: Transport) -> bool:
+    """Serve one request; False when it was the last. Raises EOFError or ConnectionError without a parent."""
+    header, _ = receive(connection)
+    call = header["call"]
+    if call == "close":
+        return False
+    try:
+        if call == "identities":
+            send(connection, {"value": engine.identities().as_json()})
+        elif call == "stage":
+            tensors = transport.receive(header["handle"])
+            try:
+                send(connection, {"value": engine.stage_weights(header["version"], tensors)})
+            finally:
+                transport.close_received()
+        elif call == "commit":
+            committed = engine.commit_weights(header["version"], header["digest"])
+            send(connection, {"value": _committed_json(committed)})
+        elif call == "rollback":
+            engine.rollback_weights()
+            send(connection, {"value": None})
+        elif call == "committed":
+            send(connection, {"value": _committed_json(engine.committed())})
+        elif call == "score":
+            scored = engine.score(train_sample_from_json(header["sample"]), header["temperature"])
+            arrays = {"logprobs": scored.logprobs, "digests": scored.digests, "entropies": scored.entropies}
+            send(connection, {"value": None}, arrays)
+        elif call == "evidence":
+            send(connection, {"value": engine.evidence()})
+        elif call == "generate":
+            for sample in engine.generate([request_from_json(r) for r in header["requests"]]):
+                described, arrays = sample_to_message(sample)
+                send(connection, {"sample": described}, arrays)
+            send(connection, {"value": None})
+        else:
+            send(connection, {"error": "InputError", "message": f"unknown call {call!r}"})
+    except (VimeError, RlkernelError) as error:
+        send(connection, {"error": type(error).__name__, "message": str(error)})
+    return True
 
 
 class ProcessEngine:
@@ -102,6 +112,8 @@ class ProcessEngine:
         self._process = context.Process(target=_serve, args=(child, factory, dict(specification)), daemon=True)
         self._process.start()
         child.close()
+        self._busy = False
+        """An answer is due. It stays due when an exception (a signal, say) leaves a call half way."""
         self._receive()
 
     @property
@@ -124,11 +136,16 @@ class ProcessEngine:
                 f"engine {self._id} (process {self._process.pid}) ended with exit code {self._process.exitcode}; "
                 "resume the run"
             ) from error
+        if "sample" not in header:
+            self._busy = False
         if "error" in header:
             raise _ERRORS.get(header["error"], InputError)(f"engine {self._id}: {header['message']}")
         return header, arrays
 
     def _send(self, header: Mapping[str, Any]) -> None:
+        if self._busy:
+            raise Interrupted(f"engine {self._id} is still at work on what was given up; resume the run")
+        self._busy = True
         try:
             send(self._connection, header)
         except (BrokenPipeError, ConnectionError) as error:
@@ -175,8 +192,11 @@ class ProcessEngine:
     def close(self) -> None:
         if self._process.is_alive():
             try:
-                send(self._connection, {"call": "close"})
-            except (BrokenPipeError, ConnectionError):
+                if self._busy:
+                    self._process.terminate()
+                else:
+                    send(self._connection, {"call": "close"})
+            except ConnectionError:
                 self._process.terminate()
             self._process.join(timeout=10)
         self._connection.close()

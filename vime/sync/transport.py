@@ -7,6 +7,7 @@ the manifest digest from the bytes that it will serve; a transport is never trus
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from vime.errors import InputError, InvariantViolation
+from vime.errors import InputError, Interrupted, InvariantViolation
 
 Handle = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
@@ -106,10 +107,20 @@ class SharedMemoryTransport:
 
     def send(self, tensors: Tensors) -> Handle:
         entries, size = _layout(tensors)
+        segment = None
         try:
             segment = shared_memory.SharedMemory(create=True, size=max(1, size))
+            # reserves the pages: a full /dev/shm would otherwise kill the process at the first write that finds none
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(segment._fd, 0, max(1, size))  # type: ignore[attr-defined]
         except OSError as error:
-            raise InputError(f"{size} bytes of shared memory for the weights cannot be had: {error}") from error
+            if segment is not None:
+                segment.close()
+                segment.unlink()
+            raise Interrupted(
+                f"{size} bytes of shared memory for the weights cannot be had ({error.strerror}): make room in "
+                "/dev/shm, or set stages.sync.transport: disk; then resume"
+            ) from error
         view = np.frombuffer(_bytes_of(segment), np.uint8)
         for entry in entries:
             view[entry["offset"] : entry["offset"] + entry["bytes"]] = _raw(tensors[entry["name"]])
@@ -122,8 +133,10 @@ class SharedMemoryTransport:
             segment = shared_memory.SharedMemory(name=handle["segment"])
         except FileNotFoundError as error:
             raise InvariantViolation(f"the weights' shared-memory segment {handle['segment']!r} is gone") from error
-        if handle["segment"] not in self._sent:
-            # the sender owns the segment; Python 3.11 would otherwise unlink it when this process ends
+        if handle["segment"] not in self._sent and multiprocessing.parent_process() is None:
+            # The sender owns the segment; this process's own tracker would unlink it at its end (until Python 3.13).
+            # A child of multiprocessing shares the sender's tracker, which must keep the segment: it removes it
+            # when the sender is killed.
             resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
         if segment.size < handle["size"]:
             raise InvariantViolation(
@@ -163,14 +176,18 @@ class DiskTransport:
         self._folder = folder
 
     def send(self, tensors: Tensors) -> Handle:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=self._folder)
-        os.close(descriptor)
+        path = None
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=self._folder)
+            os.close(descriptor)
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
         except (OSError, SafetensorError) as error:
-            Path(path).unlink(missing_ok=True)
-            raise InputError(f"the weights cannot be written to {path}: {error}") from error
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
+            raise Interrupted(
+                f"the weights cannot be written to {path or self._folder} ({error}): make room, then resume"
+            ) from error
         return {"transport": self.name, "path": path}
 
     def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
