@@ -8,9 +8,9 @@ comparable the counts are None: a step that compared nothing never says that not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class StepComparison:
     k3: float | None = None
     ratio_min: float | None = None
     ratio_max: float | None = None
+    diagnosis: Mapping[str, Any] | None = None  # where the sides part, as plain data; only where they differ
 
     @property
     def equal(self) -> bool:
@@ -191,6 +192,37 @@ def _statistics(
         ratio_min=min(ratios) if count else None,
         ratio_max=max(ratios) if count else None,
     )
+
+
+@dataclass(frozen=True)
+class NonfiniteToken:
+    """A token with a log-probability that is infinite or NaN on a side; ``trainer`` is None where it was not scored."""
+
+    sample_id: SampleId
+    position: int
+    rollout: float
+    trainer: float | None
+
+    def sentence(self) -> str:
+        """The token and both values in words."""
+        own = "not evaluated" if self.trainer is None else f"{self.trainer}"
+        return f"sample {self.sample_id}, position {self.position} (rollout {self.rollout}, trainer {own})"
+
+
+def nonfinite_tokens(rollout: Sequence[GeneratedSample], scores: ScoreResult) -> list[NonfiniteToken]:
+    """Every token whose log-probability is not finite on either side, comparable or not, in the rollout's order."""
+    own = {score.sample_id: score.logprobs for score in scores.samples}
+    found = []
+    for sample in rollout:
+        trainer = own.get(sample.sample_id)
+        finite = np.isfinite(sample.logprobs)
+        if trainer is not None:
+            finite = finite & np.isfinite(trainer)
+        for t in np.flatnonzero(~finite).tolist():
+            value = None if trainer is None else float(trainer[t])
+            position = len(sample.prompt_token_ids) + t
+            found.append(NonfiniteToken(sample.sample_id, position, float(sample.logprobs[t]), value))
+    return found
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

@@ -4,16 +4,17 @@ Three questions, each asked of something that the trainer cannot answer by copyi
 
 * memory: do its arrays share storage with the rollout's?
 * evidence: did enough tokens go through its layers, in a trainer's case, with the weights that were published?
-* challenge: a sample of the step with one response token replaced is scored among the others, under an identity
-  that looks like any other. The rollout never evaluated it, so there is nothing to copy; an independent forward says
-  what the bits have to be. Up to and including the replaced token its distributions must also have the bits of the
-  original sample's, since they read the same prefix.
+* challenge: a sample of the step with one response token replaced is scored among the others. It bears the original's
+  identity, and the original an identity that the rollout does not know, so that whoever looks arrays up by sample
+  answers with those of other tokens. The rollout never evaluated the altered tokens, so there is nothing to copy; an
+  independent forward says what the bits have to be. Up to and including the replaced token its distributions must also
+  have the bits of the original sample's, since they read the same prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,45 @@ def check_evidence(samples: Sequence[TrainSample], scores: ScoreResult, publishe
         )
 
 
+def check_first_forward(first: ScoreResult | None, scores: ScoreResult, published_digest: str, *, exact: bool) -> None:
+    """Raise InvariantViolation unless the first training forward used the published weights and, where both sides are
+    exact, has the bits of the scoring forward."""
+    if first is None or not first.samples:
+        raise InvariantViolation("the trainer shows no training forward")
+    if first.manifest_digest != published_digest:
+        raise InvariantViolation(
+            f"the training forward used weights {first.manifest_digest or 'without a digest'}; published are "
+            f"{published_digest}"
+        )
+    own = {score.sample_id: score for score in scores.samples}
+    for forward in first.samples if exact else ():
+        score = own[forward.sample_id]
+        differs = canonical_bits(forward.logprobs) != canonical_bits(score.logprobs)
+        differs |= (forward.digests != score.digests).any(axis=1)
+        if differs.any():
+            raise InvariantViolation(
+                f"the training forward of sample {forward.sample_id} differs from its scoring forward at response "
+                f"token {int(np.flatnonzero(differs)[0])}"
+            )
+
+
+def check_shapes(samples: Sequence[TrainSample], scores: ScoreResult) -> None:
+    """Raise InvariantViolation for an array of the trainer whose length or dtype does not fit its sample's tokens."""
+    lengths = {sample.sample_id: len(sample.token_ids) for sample in samples}
+    dtypes = {"logprobs": np.float32, "digests": np.uint64, "entropies": np.float32}
+    for score in scores.samples:
+        count = lengths.get(score.sample_id)
+        if count is None:
+            raise InvariantViolation(f"the trainer returned scores of {score.sample_id}, which it was not asked for")
+        for name, dtype in dtypes.items():
+            array, shape = getattr(score, name), (count, 2) if name == "digests" else (count,)
+            if array.dtype != dtype or array.shape != shape:
+                raise InvariantViolation(
+                    f"sample {score.sample_id} has {count} tokens, but the trainer's {name} are {array.dtype.name} of "
+                    f"shape {list(array.shape)}; due is {np.dtype(dtype).name} of shape {list(shape)}"
+                )
+
+
 def make_challenge(samples: Sequence[TrainSample], seed: int, step: int, vocab_size: int) -> Challenge:
     """Choose a sample of the step and alter one response token, keyed by ``seed`` and ``step``.
 
@@ -106,19 +146,30 @@ def make_challenge(samples: Sequence[TrainSample], seed: int, step: int, vocab_s
 
 
 def with_challenge(samples: Sequence[TrainSample], challenge: Challenge) -> list[TrainSample]:
-    """The step's samples and the challenge among them, in sample order."""
-    return sorted([*samples, challenge.sample], key=lambda sample: sample.sample_id)
+    """The step's samples and the challenge among them, in sample order; the challenge and its original change names."""
+    asked = [_renamed(s, challenge.sample.sample_id) if s.sample_id == challenge.original else s for s in samples]
+    return sorted([*asked, _renamed(challenge.sample, challenge.original)], key=lambda sample: sample.sample_id)
+
+
+def _renamed(sample: Any, sample_id: SampleId) -> Any:
+    return replace(sample, sample_id=sample_id)
 
 
 def split_challenge(scores: ScoreResult, challenge: Challenge) -> tuple[ScoreResult, ScoredSample]:
-    """Take the challenge's scores out. Raises InvariantViolation if they are missing."""
-    own = [score for score in scores.samples if score.sample_id == challenge.sample.sample_id]
-    if len(own) != 1:
-        raise InvariantViolation(
-            f"the trainer returned {len(own)} scores of {challenge.sample.sample_id}: one is needed"
-        )
-    rest = tuple(score for score in scores.samples if score.sample_id != challenge.sample.sample_id)
-    return ScoreResult(rest, scores.case, scores.forward_tokens, scores.manifest_digest), own[0]
+    """Take the challenge's scores out, and give them and the original's their own names.
+
+    Raises InvariantViolation if either is missing.
+    """
+    first, second = challenge.original, challenge.sample.sample_id
+    for sample_id in (first, second):
+        count = sum(score.sample_id == sample_id for score in scores.samples)
+        if count != 1:
+            raise InvariantViolation(f"the trainer returned {count} scores of {sample_id}: one is needed")
+    names = {first: second, second: first}
+    named = [_renamed(s, names.get(s.sample_id, s.sample_id)) for s in scores.samples]
+    rest = sorted((s for s in named if s.sample_id != second), key=lambda s: s.sample_id)
+    answer = next(s for s in named if s.sample_id == second)
+    return ScoreResult(tuple(rest), scores.case, scores.forward_tokens, scores.manifest_digest), answer
 
 
 def verify_challenge(
@@ -131,11 +182,30 @@ def verify_challenge(
     Raises:
         InvariantViolation: naming the first token at which bits differ.
     """
-    _first_difference(challenge, answer, independent, "an independent forward", len(challenge.sample.token_ids))
+    found = difference_from(challenge, answer, independent)
+    if found is not None:
+        raise InvariantViolation(found)
     if original is not None:
-        # the distribution at the replaced token still reads only what came before it
-        _first_difference(challenge, answer, original, "the unaltered sample", challenge.index + 1, digests_only=True)
-        _first_difference(challenge, answer, original, "the unaltered sample", challenge.index)
+        verify_prefix(challenge, answer, original)
+
+
+def difference_from(challenge: Challenge, answer: ScoredSample, independent: ScoredSample) -> str | None:
+    """The first token at which the answer differs from an independent forward, as a sentence; None: equal.
+
+    Where both sides' arrays of the step are equal, a difference here says that the trainer's are no forward of its
+    own. Where they differ too, the sides compute different functions, and nothing is said about the origin.
+    """
+    count = len(challenge.sample.token_ids)
+    return _first_difference(challenge, answer, independent, "an independent forward", count)
+
+
+def verify_prefix(challenge: Challenge, answer: ScoredSample, original: ScoredSample) -> None:
+    """Raise InvariantViolation unless the trainer's own answers to challenge and original agree on what they share."""
+    # the distribution at the replaced token still reads only what came before it
+    for count, digests_only in ((challenge.index + 1, True), (challenge.index, False)):
+        found = _first_difference(challenge, answer, original, "the unaltered sample", count, digests_only=digests_only)
+        if found is not None:
+            raise InvariantViolation(found)
 
 
 def _first_difference(
@@ -146,9 +216,9 @@ def _first_difference(
     count: int,
     *,
     digests_only: bool = False,
-) -> None:
+) -> str | None:
     if len(answer.logprobs) != len(challenge.sample.token_ids) or len(other.logprobs) < count:
-        raise InvariantViolation(
+        return (
             f"the challenge {challenge.sample.sample_id} has {len(challenge.sample.token_ids)} tokens; the trainer "
             f"answered {len(answer.logprobs)}, {whose} has {len(other.logprobs)}"
         )
@@ -156,14 +226,15 @@ def _first_difference(
     if not digests_only:
         differs |= canonical_bits(answer.logprobs[:count]) != canonical_bits(other.logprobs[:count])
     wrong = np.flatnonzero(differs)
-    if len(wrong):
-        t = int(wrong[0])
-        raise InvariantViolation(
-            f"the trainer's answer to the challenge made of sample {challenge.original} (response token "
-            f"{challenge.index} replaced by {challenge.replacement}) differs from {whose} at response token {t}: "
-            f"log-probability bits {int(canonical_bits(answer.logprobs)[t]):08x} and "
-            f"{int(canonical_bits(other.logprobs)[t]):08x}: its log-probabilities are not a forward over these tokens"
-        )
+    if not len(wrong):
+        return None
+    t = int(wrong[0])
+    return (
+        f"the trainer's answer to the challenge made of sample {challenge.original} (response token "
+        f"{challenge.index} replaced by {challenge.replacement}) differs from {whose} at response token {t}: "
+        f"log-probability bits {int(canonical_bits(answer.logprobs)[t]):08x} and "
+        f"{int(canonical_bits(other.logprobs)[t]):08x}: its log-probabilities are not a forward over these tokens"
+    )
 
 
 _Extent = tuple[int, int, bool, str, NDArray[Any]]  # first byte, last byte + 1, of the rollout?, name, array

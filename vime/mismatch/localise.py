@@ -10,6 +10,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlkernel.ops.host import TokenBatch
+from vime.train.batching import flatten
+from vime.train.interface import TrainSample
+
 _LAYER = re.compile(r"layers?\.(\d+)\b")
 
 
@@ -107,6 +111,25 @@ def localise(
     run_left(left)
     run_right(right)
     return first_divergence(left.boundaries, right.boundaries)
+
+
+def trace_sample(model: Any, sample: TrainSample, temperature: float, case: str) -> list[Boundary]:
+    """Every boundary of one forward over a whole sequence, the head's included; a boundary's token is the position.
+
+    ``model`` is a model runner (``hidden``, ``logprobs``, ``trace``); its trace is put back afterwards.
+    """
+    recorder, before = TraceRecorder(), model.trace
+    flat = flatten([sample])
+    model.trace = recorder
+    try:
+        hidden = model.hidden(TokenBatch(flat.tokens, flat.positions, flat.starts), None, case)
+    finally:
+        model.trace = before
+    following = np.append(flat.tokens[1:], flat.targets[-1])
+    found = model.logprobs(hidden, following, temperature, case)
+    for output, values in (("logits", found.digest), ("log_sum", found.log_sum), ("logprob", found.logprob)):
+        recorder("logprob", output, values)
+    return recorder.boundaries
 
 
 def _values(index: int, a: Boundary, b: Boundary) -> Divergence | None:

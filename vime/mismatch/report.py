@@ -27,8 +27,9 @@ class StepReport:
     float32 log-probabilities differ in any bit, ``distribution_mismatch_count`` tokens whose digests over the full
     row of logits differ; both are None where nothing was compared. ``k1``, ``k2``, ``k3``, ``ratio_min`` and
     ``ratio_max`` are between rollout and trainer. ``update_ratio_min`` and ``update_ratio_max`` are the importance
-    ratios of the loss, over all updates; ``reference_kl`` is the mean KL term to the reference model. ``time_s`` is in
-    seconds, ``entropy`` in nats, ``peak_memory_bytes`` that of the process so far.
+    ratios of the loss, over all updates; ``reference_kl`` is the mean KL term to the reference model. ``diagnosis``
+    names the first region whose bits differ, where any token does. ``time_s`` is in seconds, ``entropy`` in nats,
+    ``peak_memory_bytes`` that of the process so far.
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepReport:
     reference_kl: float | None = None
     updates: int = 0
     dropped_samples: dict[str, int] = field(default_factory=dict)
+    diagnosis: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.compared_tokens == 0 and (
@@ -167,6 +169,7 @@ def build_report(
         reference_kl=_known(trained.facts.get("reference_kl")) if trained else None,
         updates=trained.updates if trained else 0,
         dropped_samples=dict(dropped_samples or {}),
+        diagnosis=None if comparison.diagnosis is None else dict(comparison.diagnosis),
     )
 
 

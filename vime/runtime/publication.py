@@ -46,6 +46,17 @@ class Publisher:
         self.version, self.digest = version, digest
         return CommittedVersion(version, digest)
 
+    def check_served(self) -> None:
+        """Raise InvariantViolation unless the engine, asked now, serves the bytes that were committed."""
+        engine = self._sides.engine
+        served = engine.committed()
+        if served is None or (served.version, served.digest) != (self.version, self.digest):
+            found = "nothing" if served is None else f"version {served.version} with digest {served.digest}"
+            raise InvariantViolation(
+                f"engine {engine.engine_id} serves {found}; committed was version {self.version} with digest "
+                f"{self.digest}: its weights are not, or no longer, those that were published"
+            )
+
     def catch_up(self) -> None:
         """Bring a new engine process to the committed version of a resumed run; nothing new is published.
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
-from vime.mismatch.compare import StepComparison, canonical_bits, compare_step
+from rlkernel.errors import NumericsError
+from vime.errors import InputError, Interrupted, InvariantViolation
+from vime.mismatch.compare import StepComparison, compare_step, nonfinite_tokens
 from vime.mismatch.independence import (
     check_evidence,
+    check_first_forward,
     check_memory,
+    check_shapes,
+    difference_from,
     make_challenge,
     split_challenge,
-    verify_challenge,
+    verify_prefix,
     with_challenge,
 )
 from vime.pipeline.prepare import Prepared
 from vime.runtime.assembly import Sides
+from vime.runtime.diagnosis import Diagnosis, diagnose, judge
+from vime.runtime.intake import check_sample
 from vime.runtime.observer import Observer
 from vime.runtime.publication import Publisher
+from vime.runtime.user_functions import RewardFailure, attempt, call_filter, call_reward
 from vime.store.layout import OBSERVED_ARRAYS, rollout_arrays, trainer_arrays
 from vime.store.run_directory import RunDirectory
 from vime.timeline.events import (
@@ -56,6 +63,8 @@ class StepRecord:
     scores: ScoreResult | None = None
     trained: TrainResult | None = None
     quarantined: set[SampleId] = field(default_factory=set)
+    diagnosis: Diagnosis | None = None
+    challenge_difference: str | None = None
 
 
 class StepStages:
@@ -73,25 +82,40 @@ class StepStages:
         self._directory, self._publisher, self._observer = directory, publisher, observer
         self._pipeline = prepared.pipeline
         self.exact = self._pipeline.numerics.rollout == self._pipeline.numerics.trainer == "exact"
+        self._temperature = self._pipeline.stages.rollout.sampling.temperature
         self.record = StepRecord(-1)
 
     def begin(self, step: int) -> None:
         """Open a step: its record, and a probe of every thread for flushed subnormals."""
         self.record = StepRecord(step)
-        self.sides.workers.probe()
+        try:
+            self.sides.workers.probe()
+        except NumericsError as error:
+            raise InvariantViolation(f"step {step}: {error}") from error
 
     def bound(self) -> dict[str, Callable[..., Mapping[str, Any]]]:
-        """Stage name -> what it does."""
-        return {
-            "rollout": self.rollout,
-            "reward": self.reward,
-            "filter": self.filter,
-            "advantage": self.advantage,
-            "score": self.score,
-            "compare": self.compare,
-            "train": self.train,
-            "sync": self.sync,
-        }
+        """Stage name -> what it does. Whatever breaks in a stage says in which step and stage it was."""
+        stages = (
+            self.rollout,
+            self.reward,
+            self.filter,
+            self.advantage,
+            self.score,
+            self.compare,
+            self.train,
+            self.sync,
+        )
+        return {stage.__name__: self._placed(stage) for stage in stages}
+
+    def _placed(self, stage: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
+        @wraps(stage)
+        def placed(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+            try:
+                return stage(*args, **kwargs)
+            except (InvariantViolation, NumericsError) as error:
+                raise InvariantViolation(f"step {self.record.step}, {stage.__name__}: {error}") from error
+
+        return placed
 
     # rollout and reward, for training and evaluation alike
 
@@ -107,21 +131,22 @@ class StepStages:
         ]
         for request in requests:
             self.timeline.append(SampleStarted(sample_id=request.sample_id, engine=engine.engine_id))
-        expected = {request.sample_id for request in requests}
+        due = {request.sample_id: request for request in requests}
         finished: list[GeneratedSample] = []
         for sample in engine.generate(requests):
-            if sample.sample_id not in expected:
-                raise InvariantViolation(f"engine {engine.engine_id} returned {sample.sample_id}, which is not due")
-            expected.remove(sample.sample_id)
+            check_sample(sample, due, engine.engine_id, self.prepared.config.vocab_size)
+            del due[sample.sample_id]
             self.timeline.append(SampleFinished.of(sample))
             finished.append(sample)
             self._observer.progress(len(finished), len(requests))
             if self._observer.stop_requested():
                 raise Interrupted("stopped on request during generation")
-        if expected:
+        if due:
+            named = ", ".join(map(str, sorted(due)[:5]))
             raise InvariantViolation(
-                f"engine {engine.engine_id} did not return samples {sorted(map(str, expected))[:5]}"
+                f"engine {engine.engine_id} did not return {len(due)} of {len(requests)} samples: {named}"
             )
+        self._publisher.check_served()
         return sorted(finished, key=lambda sample: sample.sample_id)
 
     def give_rewards(
@@ -151,7 +176,7 @@ class StepStages:
                     ) from failure
                 rewards[sample.sample_id] = event.reward
                 continue
-            outcome = self.timeline.decide("reward", f"{scope}/{sample.sample_id}", lambda call=call: _attempt(call))  # type: ignore[misc]
+            outcome = self.timeline.decide("reward", f"{scope}/{sample.sample_id}", lambda call=call: attempt(call))  # type: ignore[misc]
             if outcome["reason"]:
                 self._drop(sample.sample_id, f"reward: {outcome['reason']}")
             else:
@@ -219,24 +244,12 @@ class StepStages:
         return reasons
 
     def _user_filter(self, prompt_index: int, samples: list[GeneratedSample]) -> list[bool]:
-        assert self.prepared.filter is not None
-        name, function = self.prepared.filter.name, self.prepared.filter.call
+        function = self.prepared.filter
+        assert function is not None
+        rewards = [self.record.rewards[sample.sample_id] for sample in samples]
 
         def call() -> list[bool]:
-            try:
-                answers = function(samples, [self.record.rewards[s.sample_id] for s in samples])
-                answers = [bool(answer) for answer in answers]
-            except Exception as error:  # a user's function may raise anything
-                raise Interrupted(
-                    f"the filter {name!r} raised {type(error).__name__} for prompt {prompt_index}: {error}; "
-                    "mend it and resume"
-                ) from error
-            if len(answers) != len(samples):
-                raise Interrupted(
-                    f"the filter {name!r} gave {len(answers)} answers for {len(samples)} samples of prompt "
-                    f"{prompt_index}; one a sample is needed. Mend it and resume"
-                )
-            return answers
+            return call_filter(function.name, function.call, prompt_index, samples, rewards)
 
         return list(self.timeline.decide("filter", f"step {self.record.step}/prompt {prompt_index}", call))
 
@@ -278,19 +291,27 @@ class StepStages:
         asked = with_challenge(batch, challenge)
         scores = self.sides.trainer.score(asked)
         check_evidence(asked, scores, self._publisher.digest)
+        check_shapes(asked, scores)
         scores, answer = split_challenge(scores, challenge)
         check_memory(self.record.samples, scores)
         if self.exact:
             original = next(score for score in scores.samples if score.sample_id == challenge.original)
-            temperature = self._pipeline.stages.rollout.sampling.temperature
-            independent = self.sides.engine.score(challenge.sample, temperature)
-            verify_challenge(challenge, answer, independent, original)
+            verify_prefix(challenge, answer, original)
+            independent = self.sides.engine.score(challenge.sample, self._temperature)
+            self.record.challenge_difference = difference_from(challenge, answer, independent)
         return {"scores": scores}
 
     def compare(self, samples: Sequence[GeneratedSample], scores: ScoreResult) -> Mapping[str, Any]:
         """Stage ``compare``: both sides' log-probabilities and digests; arrays and counts are written and announced."""
         record, version = self.record, self._publisher.version
         comparison = compare_step(record.samples, scores, version)
+        differs = bool(comparison.mismatch_count or comparison.distribution_mismatch_count)
+        if record.challenge_difference is not None and not differs:
+            # nothing is logged as equal that was not computed twice
+            raise InvariantViolation(record.challenge_difference)
+        if differs:
+            record.diagnosis = self._diagnose(comparison)
+            comparison = replace(comparison, diagnosis=record.diagnosis.as_json())
         record.comparison, record.scores = comparison, scores
         self._write_arrays(scores)
         named = ("compared_tokens", "incomparable_tokens", "mismatch_count", "distribution_mismatch_count")
@@ -309,7 +330,12 @@ class StepStages:
                 metrics=metrics,
             )
         )
-        self._judge(comparison, scores)
+        nonfinite = nonfinite_tokens(record.samples, scores)
+        record.quarantined = {token.sample_id for token in nonfinite}
+        if record.quarantined:
+            record.dropped["nonfinite"] += len(record.quarantined)
+        pipeline = self._pipeline
+        judge(comparison, record.diagnosis, nonfinite, pipeline.on_mismatch, pipeline.on_nonfinite)
         return {"comparison": {**{key: plain[key] for key in named}, **metrics}}
 
     def _write_arrays(self, scores: ScoreResult) -> None:
@@ -326,26 +352,13 @@ class StepStages:
         }
         self._directory.write_arrays(record.step, arrays, OBSERVED_ARRAYS)
 
-    def _judge(self, comparison: StepComparison, scores: ScoreResult) -> None:
-        step, worst = self.record.step, comparison.worst_token
-        if comparison.nonfinite_count:
-            self.record.quarantined = nonfinite_samples(self.record.samples, scores)
-            named = ", ".join(sorted(map(str, self.record.quarantined))[:5])
-            if self._pipeline.on_nonfinite == "stop":
-                raise InvariantViolation(
-                    f"step {step}: {comparison.nonfinite_count} log-probabilities are not finite (samples {named}); "
-                    "nothing was trained on them"
-                )
-            for _ in self.record.quarantined:
-                self.record.dropped["nonfinite"] += 1
-        if (
-            comparison.mismatch_count or comparison.distribution_mismatch_count
-        ) and self._pipeline.on_mismatch == "stop":
-            where = "" if worst is None else f"; the worst is sample {worst.sample}, position {worst.position}"
-            raise InvariantViolation(
-                f"step {step}: {comparison.mismatch_count} of {comparison.compared_tokens} log-probabilities and "
-                f"{comparison.distribution_mismatch_count} distributions differ between rollout and trainer{where}"
-            )
+    def _diagnose(self, comparison: StepComparison) -> Diagnosis:
+        assert comparison.worst_token is not None
+        name = comparison.worst_token.sample
+        sample = next(s for s in self.record.samples if s.sample_id == name)
+        mask = np.ones(len(sample.token_ids), np.bool_)
+        traced = TrainSample(name, sample.prompt_token_ids, sample.token_ids, mask)
+        return diagnose(self.sides.trainer, self.sides.engine, traced, self._temperature)
 
     def train(
         self, batch: Sequence[TrainSample], scores: ScoreResult, comparison: Mapping[str, Any]
@@ -355,14 +368,15 @@ class StepStages:
         own = {score.sample_id: score for score in scores.samples}
         chosen = [s for s in batch if s.sample_id not in record.quarantined]
         if not chosen:
-            raise InvariantViolation(f"step {record.step}: every sample has a log-probability that is not finite")
+            raise InvariantViolation(
+                "every sample has a log-probability that is not finite: nothing is left to train on"
+            )
         ready = [replace(s, old_logprobs=own[s.sample_id].logprobs) for s in chosen]
         if self._pipeline.stages.train.loss.kl.coefficient > 0:
             reference = {r.sample_id: r.logprobs for r in trainer.score(ready, "reference").samples}
             ready = [replace(s, reference_logprobs=reference[s.sample_id]) for s in ready]
         trained = trainer.train(record.step, ready)
-        if self.exact:
-            self._check_first_forward(trained, own)
+        check_first_forward(trained.first_forward, scores, self._publisher.digest, exact=self.exact)
         record.trained = trained
         self.timeline.append(
             StepTrained(
@@ -378,68 +392,6 @@ class StepStages:
         )
         return {"trained": trained}
 
-    def _check_first_forward(self, trained: TrainResult, own: Mapping[SampleId, Any]) -> None:
-        if trained.first_forward is None or not trained.first_forward.samples:
-            raise InvariantViolation(f"step {self.record.step}: the trainer shows no training forward")
-        for forward in trained.first_forward.samples:
-            score = own[forward.sample_id]
-            differs = canonical_bits(forward.logprobs) != canonical_bits(score.logprobs)
-            differs |= (forward.digests != score.digests).any(axis=1)
-            if differs.any():
-                raise InvariantViolation(
-                    f"step {self.record.step}: the training forward of sample {forward.sample_id} differs from its "
-                    f"scoring forward at response token {int(np.flatnonzero(differs)[0])}"
-                )
-
     def sync(self, trained: TrainResult) -> Mapping[str, Any]:
         """Stage ``sync``: publish the trained weights and bring the engine to them."""
         return {"served": self._publisher.publish()}
-
-
-class RewardFailure(VimeError):
-    """A reward function raised, ran out of time, or returned something that is no finite number."""
-
-
-def call_reward(
-    function: Callable[..., Any], prompt: Prompt, sample: GeneratedSample, timeout_s: float | None
-) -> float:
-    """Call a user's reward. Raises RewardFailure with the reason."""
-    outcome: list[Any] = []
-
-    def call() -> None:
-        try:
-            outcome.append(function(prompt, sample, sample.text))
-        except Exception as error:  # a user's function may raise anything
-            outcome.append(error)
-
-    if timeout_s is None:
-        call()
-    else:
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if not outcome:
-            raise RewardFailure(f"no answer within {timeout_s} s")
-    value = outcome[0]
-    if isinstance(value, Exception):
-        raise RewardFailure(f"it raised {type(value).__name__}: {value}") from value
-    if isinstance(value, (bool, int, float, np.floating, np.integer)) and math.isfinite(float(value)):
-        return float(value)
-    raise RewardFailure(f"it returned {value!r}; a finite number is needed")
-
-
-def _attempt(call: Callable[[], float]) -> dict[str, Any]:
-    try:
-        return {"reward": call(), "reason": ""}
-    except RewardFailure as failure:
-        return {"reward": 0.0, "reason": str(failure)}
-
-
-def nonfinite_samples(samples: Sequence[GeneratedSample], scores: ScoreResult) -> set[SampleId]:
-    """Samples with a log-probability that is infinite or NaN on either side."""
-    own = {score.sample_id: score for score in scores.samples}
-    return {
-        s.sample_id
-        for s in samples
-        if not (np.isfinite(s.logprobs).all() and np.isfinite(own[s.sample_id].logprobs).all())
-    }

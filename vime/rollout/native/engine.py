@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rlkernel.contract.identity import Identities
 from rlkernel.verify.evidence import Evidence
 from vime.errors import InputError, InvariantViolation
+from vime.mismatch.localise import Boundary, trace_sample
 from vime.rollout.interface import CommittedVersion
 from vime.rollout.native.batch import StepInputs, build_inputs
 from vime.rollout.native.blocks import BlockManager
@@ -303,6 +304,12 @@ class NativeEngine:
         self._refuse_closed()
         _ = self._weights.served
         return score_sequence(self._model, sample, temperature)
+
+    def trace(self, sample: TrainSample, temperature: float) -> list[Boundary]:
+        """Every region boundary of :meth:`score`'s forward, to find where it parts from the trainer's."""
+        self._refuse_closed()
+        _ = self._weights.served
+        return trace_sample(self._model, sample, temperature, "rollout_prefill")
 
     def abort(self, sample_id: SampleId) -> None:
         """End a sample now, with the tokens it has; it is yielded with finish reason ``aborted``.

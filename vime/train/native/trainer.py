@@ -17,6 +17,7 @@ from rlkernel.kernels.cpu.digest import tensor_digest
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.ops.weights import tensors_manifest_digest
 from vime.errors import InputError
+from vime.mismatch.localise import Boundary, trace_sample
 from vime.train.batching import check_sample, flatten, micro_batches, update_batches
 from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSample
 from vime.train.losses import LossConfig, TokenLosses, first_nonfinite, step_weights, summarise, token_losses
@@ -137,6 +138,10 @@ class NativeTrainer:
                 results += evaluate(chosen, samples[batch.start : batch.stop], self.config.temperature, case)
         digest = self.manifest_digest() if model == "policy" else chosen.weights.manifest_digest()
         return ScoreResult(tuple(results), case, count.tokens, digest)
+
+    def trace(self, sample: TrainSample, temperature: float) -> list[Boundary]:
+        """Every region boundary of :meth:`score`'s forward, to find where it parts from the rollout's."""
+        return trace_sample(self._model, sample, temperature, "trainer_score")
 
     def train(self, step: int, samples: Sequence[TrainSample]) -> TrainResult:
         """All updates of one step.
