@@ -20,6 +20,7 @@ from vime.timeline.event import Event, decode_event, encode_observed, to_json
 from vime.timeline.events import EVENT_TYPES
 
 GENESIS = "0" * 64
+_BEGINNING = b'{"seq":'
 _CHECKSUM = b',"checksum":"'
 _SUFFIX = len(_CHECKSUM) + 16 + len(b'"}')
 _TYPES = {kind.type: kind for kind in EVENT_TYPES}
@@ -163,14 +164,17 @@ def _lines(content: bytes) -> Iterator[bytes]:
 
 
 def _refuse_damage_in_the_middle(content: bytes, offset: int, number: int) -> None:
-    rest = list(_lines(content[offset:]))
-    for later, line in enumerate(rest[1:], start=number + 1):
-        if _intact(line):
-            shown = rest[0][:120].decode("utf-8", "replace")
+    # Looks for lines by how they begin, not by newlines: a newline may be what was damaged.
+    start = content.find(_BEGINNING, offset + 1)
+    while start >= 0:
+        end = content.find(b"\n", start)
+        if end >= 0 and _intact(content[start : end + 1]):
+            shown = content[offset : offset + 120].split(b"\n")[0].decode("utf-8", "replace")
             raise InvariantViolation(
-                f"line {number} of the log (byte {offset}) does not match its checksum, but line {later} does: the "
-                f"event was altered after it was written; the line begins with {shown!r}"
+                f"line {number} of the log (byte {offset}) does not match its checksum, but a later line (byte "
+                f"{start}) does: the event was altered after it was written; the line begins with {shown!r}"
             )
+        start = content.find(_BEGINNING, start + 1)
 
 
 @dataclass(frozen=True)
