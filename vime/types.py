@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.errors import InvariantViolation
+
 Namespace = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "context", "aborted"]
 NAMESPACES: tuple[Namespace, ...] = ("train", "eval")
@@ -112,4 +114,6 @@ class GeneratedSample:
         }
         wrong = {name: length for name, length in lengths.items() if length != n}
         if wrong:
-            raise ValueError(f"sample {self.sample_id} has {n} tokens, but these arrays have other lengths: {wrong}")
+            raise InvariantViolation(
+                f"sample {self.sample_id} has {n} tokens, but these arrays have other lengths: {wrong}"
+            )

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlkernel.contract.identity import TensorEntry, manifest_digest
-from rlkernel.errors import ModelError
+from rlkernel.errors import ModelError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32
 from rlkernel.kernels.cpu.digest import panels_digest, tensor_digest
 from rlkernel.kernels.cpu.gemm import Panels, pack_columns, pack_rows, unpack_row
@@ -97,6 +97,7 @@ class WeightSet:
         self._shapes = definition.config.weight_shapes()
         self._rows: dict[str, Panels] = {}
         self._columns: dict[str, Panels] = {}
+        self._column_digests: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, list[_Part]] = {}
         self.vectors: dict[str, NDArray[np.float32]] = {}
         self.biases: dict[str, NDArray[np.float32]] = {}
@@ -138,7 +139,9 @@ class WeightSet:
                 order = dgrad_order(region, self._shapes, self.definition.config.num_kv_heads, self.tp)
                 self._dgrad_rows[region.name] = order
                 fused = fused[order]
-            self._columns[region.name] = pack_columns(fused, self._workers, out=self._columns.get(region.name))
+            columns = pack_columns(fused, self._workers, out=self._columns.get(region.name))
+            self._columns[region.name] = columns
+            self._column_digests[region.name] = tensor_digest(columns.data, self._workers)
 
     def rows(self, region: Region) -> Panels:
         """Packed rows of a linear region: y = x @ rows.T."""
@@ -188,7 +191,15 @@ class WeightSet:
         return tensor_digest(array, self._workers)
 
     def manifest_digest(self) -> str:
-        """SHA-256 of the manifest, recomputed from the packed bytes."""
+        """SHA-256 of the manifest, recomputed from the packed bytes.
+
+        Raises NumericsError if the second copy that the backward reads is no longer what was packed.
+        """
+        for name, columns in self._columns.items():
+            if tensor_digest(columns.data, self._workers) != self._column_digests[name]:
+                raise NumericsError(
+                    f"the packed columns of {name}, which the backward reads, changed since the packing"
+                )
         return manifest_digest(self.manifest())
 
 

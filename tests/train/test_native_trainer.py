@@ -194,12 +194,38 @@ def test_a_nan_names_sample_token_and_position_and_changes_nothing():
     subject = trainer(loss=LossConfig("reinforce"))
     subject._tensors = weights
     subject._model.weights.update(weights)
+    subject._optimizer.state().master["model.embed_tokens.weight"][7] = np.float32("nan")
     batch = samples()
     first = batch[0]
     batch[0] = replace(first, prompt_token_ids=(1, 7))
     with pytest.raises(NumericsError, match=rf"sample {first.sample_id}, response token 0 \(position 2\) is nan"):
         subject.train(0, batch)
     assert subject.updates == 0 and subject.steps == 0
+
+
+def flip_row_panel(subject):
+    subject._model.weights._rows["layers.0.qkv_proj"].data.view(np.uint32).flat[3] ^= np.uint32(1)
+    return "packed weights have digest"
+
+
+def flip_column_panel(subject):
+    subject._model.weights._columns["layers.0.qkv_proj"].data.view(np.uint32).flat[3] ^= np.uint32(1)
+    return "the packed columns of layers.0.qkv_proj, which the backward reads, changed"
+
+
+def flip_master(subject):
+    subject._optimizer.state().master["model.layers.0.mlp.down_proj.weight"].view(np.uint32).flat[9] ^= np.uint32(1)
+    return "element 9 of model.layers.0.mlp.down_proj.weight is not its float32 master"
+
+
+@pytest.mark.parametrize("flip", [flip_row_panel, flip_column_panel, flip_master])
+def test_one_flipped_bit_of_any_copy_of_a_weight_stops_the_step(flip):
+    subject = trainer()
+    batch = with_old(subject, samples())
+    message = flip(subject)
+    with pytest.raises(NumericsError, match=message):
+        subject.train(0, batch)
+    assert subject.updates == 0
 
 
 def test_a_recomputation_with_other_bits_is_caught():

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.contract.identity import Identities
-from rlkernel.errors import RlkernelError
+from rlkernel.errors import NumericsError, RlkernelError
 from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
+from vime.mismatch.localise import Boundary
 from vime.rollout.interface import CommittedVersion
 from vime.runtime.messages import (
     receive,
@@ -28,7 +29,10 @@ from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
 EngineFactory = Callable[[Mapping[str, Any]], Any]
-_ERRORS: dict[str, type[VimeError]] = {error.__name__: error for error in (InputError, InvariantViolation, Interrupted)}
+_ERRORS: dict[str, type[VimeError]] = {
+    **{error.__name__: error for error in (InputError, InvariantViolation, Interrupted)},
+    NumericsError.__name__: InvariantViolation,
+}
 
 
 def _committed_json(committed: CommittedVersion | None) -> dict[str, Any] | None:
@@ -78,6 +82,10 @@ def _answer(connection: Connection, engine: Any, transport: Transport) -> bool:
             scored = engine.score(train_sample_from_json(header["sample"]), header["temperature"])
             arrays = {"logprobs": scored.logprobs, "digests": scored.digests, "entropies": scored.entropies}
             send(connection, {"value": None}, arrays)
+        elif call == "trace":
+            boundaries = engine.trace(train_sample_from_json(header["sample"]), header["temperature"])
+            names = [[boundary.region, boundary.output] for boundary in boundaries]
+            send(connection, {"value": names}, {str(i): boundary.values for i, boundary in enumerate(boundaries)})
         elif call == "evidence":
             send(connection, {"value": engine.evidence()})
         elif call == "generate":
@@ -185,6 +193,12 @@ class ProcessEngine:
         self._send(header)
         _, arrays = self._receive()
         return ScoredSample(sample.sample_id, arrays["logprobs"], arrays["digests"], arrays["entropies"])
+
+    def trace(self, sample: TrainSample, temperature: float) -> list[Boundary]:
+        """Every region boundary of :meth:`score`'s forward."""
+        self._send({"call": "trace", "sample": train_sample_to_json(sample), "temperature": temperature})
+        header, arrays = self._receive()
+        return [Boundary(region, output, arrays[str(i)]) for i, (region, output) in enumerate(header["value"])]
 
     def evidence(self) -> dict[str, Any]:
         return dict(self._call("evidence"))

@@ -181,6 +181,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
         model_factory=model,
         detokenize=tokenizer.decode,
         evidence=evidence,
+        probe=workers.probe,
     )
 
 

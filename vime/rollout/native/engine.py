@@ -71,6 +71,8 @@ class NativeEngine:
         evidence: counters that the model shares.
         progress: called after every step; it may call :meth:`abort`.
         clock: seconds since the epoch, provenance of tokens only.
+        probe: called before and after generation and before scores; raises if the threads no longer compute as they
+            have to (flushed subnormals).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class NativeEngine:
         evidence: Evidence | None = None,
         progress: Callable[[EngineProgress], None] | None = None,
         clock: Callable[[], float] = time.time,
+        probe: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.blocks = BlockManager(config.num_blocks)
@@ -100,6 +103,7 @@ class NativeEngine:
         self._detokenize = detokenize
         self._evidence = evidence if evidence is not None else Evidence(config.engine_id)
         self._clock = clock
+        self._probe = probe if probe is not None else _no_probe
         self._live: dict[SampleId, SequenceState] = {}
         self._aborted: list[GeneratedSample] = []  # until the next step returns them
         self._done: dict[SampleId, GeneratedSample] = {}  # finished in a step that another iterator asked for
@@ -179,6 +183,7 @@ class NativeEngine:
         return self._generate(list(requests))
 
     def _generate(self, requests: list[RolloutRequest]) -> Iterator[GeneratedSample]:
+        self._probe()
         self.submit(requests)
         owned = {request.sample_id: None for request in requests}
         try:
@@ -188,6 +193,7 @@ class NativeEngine:
                     yield self._done.pop(sample_id)
                 if owned:
                     self._done.update((sample.sample_id, sample) for sample in self.step())
+            self._probe()
         finally:
             self._drop(owned)
 
@@ -303,6 +309,7 @@ class NativeEngine:
         """Evaluate a given sequence with the served weights, by a forward of its own. Raises as :meth:`generate`."""
         self._refuse_closed()
         _ = self._weights.served
+        self._probe()
         return score_sequence(self._model, sample, temperature)
 
     def trace(self, sample: TrainSample, temperature: float) -> list[Boundary]:
@@ -371,3 +378,7 @@ class NativeEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise InvariantViolation(f"engine {self.engine_id} is closed")
+
+
+def _no_probe() -> None:
+    """An engine whose maker gave nothing to probe."""

@@ -20,6 +20,7 @@ from rlkernel.kernels.cpu.threads import Workers
 from vime.errors import InputError
 
 Arrays = dict[str, NDArray[np.float32]]
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -129,6 +130,17 @@ class AdamW:
         }
         self._powers = powers
         return float(norm), learning_rate, weights
+
+    def check_master(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise NumericsError unless the model's weights are the masters, rounded: bits of either changed otherwise."""
+        for name, master in self._master.items():
+            due = from_float32(master, self._dtype).view(_INTEGERS[self._dtype])
+            differs = (due != tensors[name].view(_INTEGERS[self._dtype])).reshape(-1)
+            if differs.any():
+                raise NumericsError(
+                    f"element {int(differs.nonzero()[0])} of {name} is not its float32 master rounded to the model's "
+                    "dtype: a bit of one of them changed since the last update"
+                )
 
     def state(self) -> AdamWState:
         """The state as it is now (the arrays themselves; a writer copies or writes them before the next update)."""

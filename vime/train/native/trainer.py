@@ -162,6 +162,7 @@ class NativeTrainer:
             self._check(sample)
         weights = step_weights([sample.loss_mask for sample in samples], self.config.loss.normalise)
         before = self.manifest_digest()
+        self._optimizer.check_master(self._tensors)
         outcomes: list[_UpdateOutcome] = []
         first_tokens = 0
         gradients: dict[str, np.ndarray] = {}
@@ -171,6 +172,7 @@ class NativeTrainer:
             first_tokens = first_tokens or count.tokens
             outcomes.append(outcome)
         self._steps += 1
+        self._workers.probe()
         return self._result(outcomes, first_tokens, before, gradients)
 
     def _update(
