@@ -8,16 +8,15 @@ from typing import Any
 
 from rlkernel.contract.canonical import digest, float32_bits, float64_bits
 from rlkernel.contract.claims import STATE_CLAIMS, Topology, require_topology
+from rlkernel.contract.entries import Entries
 from rlkernel.contract.identity import Identities
 from rlkernel.contract.points import SixPoints, points_from_json
-from rlkernel.contract.portable import PortableEntries
+from rlkernel.contract.profiles import find_profile
 from rlkernel.contract.rope_tables import rope_digest
 from rlkernel.errors import ContractError
 from rlkernel.models.config import ModelConfig
 from rlkernel.models.definition import define_model
 
-PROFILES = ("portable",)
-DTYPES = ("float32", "bfloat16")
 FORWARD_CASES = ("rollout_prefill", "rollout_decode", "trainer_score", "trainer_forward", "trainer_recompute")
 SCHEMA = 1
 
@@ -31,6 +30,7 @@ class Contract:
     dtype: str
     topology: Topology
     temperature: str
+    optimizer: str
     entries: Mapping[tuple[str, str], SixPoints]
     rope: str
 
@@ -62,6 +62,7 @@ class Contract:
             "topology": self.topology.as_json(),
             "state_claims": [{"state": c.state, "invalidated_by": list(c.invalidated_by)} for c in STATE_CLAIMS],
             "temperature": self.temperature,
+            "optimizer": self.optimizer,
             "rope_tables": self.rope,
             "entries": {f"{case}/{region}": points.as_json() for (case, region), points in self.entries.items()},
         }
@@ -94,28 +95,29 @@ def build_contract(
     dtype: str = "float32",
     topology: Topology | None = None,
     temperature: float = 1.0,
+    optimizer: Mapping[str, Any] | None = None,
 ) -> Contract:
-    """Build the contract.
+    """Build the contract; ``optimizer`` is its configuration as canonical data (schedule and constants).
 
     Raises:
         ContractError: an unknown profile or dtype, a temperature that is not above 0, or a claim that the model's
             dimensions cannot keep.
     """
-    if profile not in PROFILES:
-        raise ContractError(f"profile {profile!r} cannot run here; accepted: {', '.join(PROFILES)}")
-    if dtype not in DTYPES:
-        raise ContractError(f"dtype {dtype!r}; accepted: {', '.join(DTYPES)}")
+    found = find_profile(profile, dtype)
     if not temperature > 0:
         raise ContractError(f"temperature {temperature!r}: logits are divided by it, so it must be above 0")
     topology = topology or Topology()
     require_topology(topology, config)
-    build = PortableEntries(config, dtype, topology)
+    build = Entries(config, found, dtype, topology)
     entries: dict[tuple[str, str], SixPoints] = {}
     for case in FORWARD_CASES:
         entries.update({(case, kind): points for kind, points in build.forward().items()})
     entries.update({("trainer_backward", kind): points for kind, points in build.backward().items()})
     entries.update({("optimizer_step", kind): points for kind, points in build.optimizer().items()})
-    return Contract(config, profile, dtype, topology, float32_bits(temperature), entries, rope_digest(config))
+    constants = "none" if optimizer is None else digest(dict(optimizer))
+    return Contract(
+        config, profile, dtype, topology, float32_bits(temperature), constants, entries, rope_digest(config)
+    )
 
 
 def compare_identities(

@@ -65,15 +65,38 @@ class RoundingSite:
 
 @dataclass(frozen=True)
 class SixPoints:
-    """One entry of the contract: the arithmetic of one region."""
+    """One entry of the contract: the arithmetic of one region.
+
+    ``primitives`` are pairs (role, primitive): ``mac`` is what multiplies and accumulates, ``weights_exp2`` the
+    exponential of attention weights, ``exp2`` any other, and so on; a role that a region does not have is absent.
+    ``constants`` are pairs (name, bit pattern or integer as text).
+    """
 
     dependency: Dependency
     split: Split
     merge: Merge
     precision: Precision
     rounding: tuple[RoundingSite, ...]
-    primitives: tuple[str, ...]
+    primitives: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, str], ...] = ()
+
+    def primitive(self, role: str) -> str:
+        """The primitive of a role. Raises ContractError if the entry has none."""
+        for name, primitive in self.primitives:
+            if name == role:
+                return primitive
+        raise ContractError(f"this entry has no primitive for the role {role!r}; it has {dict(self.primitives)}")
+
+    def rounds(self, site: str) -> str | None:
+        """The dtype that a value is narrowed to at a site; None where nothing is rounded."""
+        return next((rounding.to for rounding in self.rounding if rounding.site == site), None)
+
+    def constant(self, name: str) -> str:
+        """A pinned constant. Raises ContractError if the entry has none of this name."""
+        for key, value in self.constants:
+            if key == name:
+                return value
+        raise ContractError(f"this entry has no constant {name!r}; it has {dict(self.constants)}")
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; the inverse is :func:`points_from_json`."""
@@ -123,6 +146,6 @@ def points_from_json(data: Any, path: str = "entry") -> SixPoints:
         merge=Merge(**_build(Merge, d["merge"], f"{path}.merge")),
         precision=Precision(**_build(Precision, d["precision"], f"{path}.precision")),
         rounding=tuple(RoundingSite(**_build(RoundingSite, r, f"{path}.rounding")) for r in d["rounding"]),
-        primitives=tuple(d["primitives"]),
+        primitives=tuple((role, primitive) for role, primitive in d["primitives"]),
         constants=tuple((name, value) for name, value in d["constants"]),
     )

@@ -70,6 +70,7 @@ def test_every_field_of_both_identities_changes_its_digest():
     [
         {"dtype": "bfloat16"},
         {"temperature": 0.7},
+        {"optimizer": {"schedule": "another"}},
         {"topology": Topology(tp=2)},
         {"topology": Topology(dp=2)},
     ],

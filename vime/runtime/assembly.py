@@ -12,7 +12,6 @@ import torch
 
 from rlkernel.contract.build import Contract, compare_identities
 from rlkernel.contract.identity import Identities
-from rlkernel.contract.schedules import Schedule
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.evidence import Evidence
 from vime.errors import InvariantViolation
@@ -26,6 +25,7 @@ from vime.runtime.sides import (
     SideSpecification,
     build_engine,
     build_engine_in_child,
+    optimizer_config,
     pipeline_contract,
     side_identities,
 )
@@ -33,7 +33,6 @@ from vime.sync.transaction import LocalTarget
 from vime.sync.transport import Handle, Transport, make_transport
 from vime.train.interface import ScoredSample, Trainer, TrainSample
 from vime.train.losses import LossConfig
-from vime.train.native.optimizer import OptimizerConfig
 from vime.train.native.trainer import NativeTrainer, TrainerConfig
 from vime.types import GeneratedSample, RolloutRequest
 
@@ -107,25 +106,6 @@ class Sides:
 
 
 SidesFactory = Callable[[Prepared, Path], Sides]
-
-
-def optimizer_config(pipeline: Pipeline) -> OptimizerConfig:
-    """AdamW and its schedule over all updates of the run."""
-    settings, train = pipeline.stages.train.optimizer, pipeline.stages.train
-    schedule = Schedule(
-        peak=settings.learning_rate,
-        kind=settings.schedule,
-        warmup_updates=settings.warmup_updates,
-        total_updates=pipeline.steps * train.updates_per_step,
-    )
-    return OptimizerConfig(
-        schedule=schedule,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-    )
 
 
 def trainer_config(pipeline: Pipeline) -> TrainerConfig:

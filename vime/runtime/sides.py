@@ -12,6 +12,7 @@ from rlkernel.contract.build import Contract, build_contract
 from rlkernel.contract.canonical import digest
 from rlkernel.contract.claims import Topology
 from rlkernel.contract.identity import Identities
+from rlkernel.contract.schedules import Schedule
 from rlkernel.kernels.cpu.jit import source_digest
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.kernels.torch_native.weights import TorchWeightSet
@@ -28,6 +29,7 @@ from vime.rollout.native.engine import NativeEngine
 from vime.rollout.native.model import KVShape
 from vime.runtime.deployment import describe_deployment
 from vime.runtime.models import load_pipeline_tokenizer
+from vime.train.native.optimizer import OptimizerConfig
 
 ENGINE_ID = "native-0"
 
@@ -46,6 +48,25 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**values)
 
 
+def optimizer_config(pipeline: Pipeline) -> OptimizerConfig:
+    """AdamW and its schedule over all updates of the run."""
+    settings, train = pipeline.stages.train.optimizer, pipeline.stages.train
+    schedule = Schedule(
+        peak=settings.learning_rate,
+        kind=settings.schedule,
+        warmup_updates=settings.warmup_updates,
+        total_updates=pipeline.steps * train.updates_per_step,
+    )
+    return OptimizerConfig(
+        schedule=schedule,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+
+
 def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
     """The contract that a pipeline asks for. Raises ContractError where the model cannot keep it."""
     return build_contract(
@@ -54,6 +75,7 @@ def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
         dtype=pipeline.contract.dtype,
         topology=Topology(**pipeline.contract.topology.model_dump()),
         temperature=pipeline.stages.rollout.sampling.temperature,
+        optimizer=optimizer_config(pipeline).as_json(),
     )
 
 
