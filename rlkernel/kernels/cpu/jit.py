@@ -22,12 +22,14 @@ import llvmlite
 import numba
 from numba.core import config
 
+from rlkernel.contract import constants
+
 
 @cache
 def source_digest() -> str:
-    """SHA-256 over the names and contents of all sources of the CPU kernels (hex)."""
+    """SHA-256 over the names and contents of all sources of the CPU kernels, the constants that they take included."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(constants.__file__)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -1,8 +1,7 @@
 """The scalar primitives of the contract, compiled by Numba. Definitions: docs/numerics.md.
 
 All values are float32. Every literal is wrapped in ``float32``: Numba would otherwise compute the
-expression in float64, which gives other bits. The polynomials' coefficients are minimax fits
-(relative error, Remez exchange at 40 digits), rounded to float32; they are the definition.
+expression in float64, which gives other bits. The constants are those of ``rlkernel.contract.constants``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from numba import int32 as i32
 from numba import types, uint32, uint64
 from numba.extending import intrinsic
 
+from rlkernel.contract import constants
 from rlkernel.kernels.cpu.jit import device_function, kernel
 
 
@@ -53,34 +53,17 @@ bits_float = _bitcast(types.uint32, types.float32, ir.FloatType())
 bits_float_signed = _bitcast(types.int32, types.float32, ir.FloatType())
 float_bits_signed = _bitcast(types.float32, types.int32, ir.IntType(32))
 
-LOG2E = np.float32(1.4426950216293335)
-LN2 = np.float32(0.6931471824645996)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ties to even
-_ROUND_BITS = np.int32(0x4B400000)
+LOG2E = np.float32(constants.LOG2E)
+LN2 = np.float32(constants.LN2)
+_ROUND = np.float32(constants.ROUND_TO_INTEGER)
+_ROUND_BITS = np.int32(constants.ROUND_TO_INTEGER_BITS)
 _INF = np.float32(np.inf)
 
-_E1 = np.float32(0.6931471824645996)
-_E2 = np.float32(0.24022647738456726)
-_E3 = np.float32(0.055503323674201965)
-_E4 = np.float32(0.00961843691766262)
-_E5 = np.float32(0.0013398873852565885)
-_E6 = np.float32(0.00015353361959569156)
+_, _E1, _E2, _E3, _E4, _E5, _E6 = (np.float32(value) for value in constants.EXP2_FULL)
+_, _P1, _P2, _P3 = (np.float32(value) for value in constants.EXP2_P3)
 
-_P1 = np.float32(0.6932829022407532)
-_P2 = np.float32(0.24221095442771912)
-_P3 = np.float32(0.05500893294811249)
-
-_L_LOW = np.float32(1.925963033500011e-08)
-_L0 = np.float32(-0.7213475108146667)
-_L1 = np.float32(0.48089802265167236)
-_L2 = np.float32(-0.3606741428375244)
-_L3 = np.float32(0.2885710299015045)
-_L4 = np.float32(-0.24046392738819122)
-_L5 = np.float32(0.20511777698993683)
-_L6 = np.float32(-0.17900007963180542)
-_L7 = np.float32(0.17169447243213654)
-_L8 = np.float32(-0.16844962537288666)
-_L9 = np.float32(0.0970219224691391)
+_L_LOW = np.float32(constants.LOG2_LOW)
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (np.float32(value) for value in constants.LOG2_FULL)
 
 
 @device_function
