@@ -102,5 +102,8 @@ class LinearLogprob:
                 z, statistics, ids, coefficient[first:last], np.float32(temperature), host.workers, host.bf16
             )
             gemm.weight_gradient(dz, rows, grad, host.workers)
-            parts.append(gemm.matmul(dz, host.weights.columns(region), host.workers, leaves=host.tp, bf16=host.bf16))
+            columns = host.weights.columns(region)
+            if columns.depth > dz.shape[1]:
+                dz = np.pad(dz, ((0, 0), (0, columns.depth - dz.shape[1])))  # whole vocabulary shards
+            parts.append(gemm.matmul(dz, columns, host.workers, leaves=host.tp, bf16=host.bf16))
         return np.concatenate(parts)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.contract.identity import TensorEntry, manifest_digest
 from rlkernel.errors import ModelError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32
@@ -139,6 +140,9 @@ class WeightSet:
                 order = dgrad_order(region, self._shapes, self.definition.config.num_kv_heads, self.tp)
                 self._dgrad_rows[region.name] = order
                 fused = fused[order]
+            elif region.kind == "logprob" and self.tp > 1:
+                # the dgrad's leaves are the vocabulary's shards, counted in the padded vocabulary
+                fused = np.pad(fused, ((0, -len(fused) % (VOCABULARY_LEAF * self.tp)), (0, 0)))
             columns = pack_columns(fused, self._workers, out=self._columns.get(region.name))
             self._columns[region.name] = columns
             self._column_digests[region.name] = tensor_digest(columns.data, self._workers)
