@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from rlkernel.errors import RlkernelError
-from vime.errors import InvariantViolation
-from vime.mismatch.compare import NonfiniteToken, StepComparison
+from vime.errors import InvariantViolation, VimeError
+from vime.mismatch.compare import NonfiniteToken, StepComparison, canonical_bits
 from vime.mismatch.localise import Boundary, Divergence, first_divergence
-from vime.rollout.interface import CommittedVersion
-from vime.train.interface import TrainSample
+from vime.train.interface import ScoredSample, TrainSample
+from vime.types import GeneratedSample
 
 Policy = Literal["stop", "continue"]
 Trace = Callable[[TrainSample, float], list[Boundary]]
@@ -22,8 +24,6 @@ class Engine(Protocol):
 
     @property
     def engine_id(self) -> str: ...
-
-    def committed(self) -> CommittedVersion | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,40 @@ def judge(
         )
 
 
-def diagnose(trainer: Any, engine: Engine, sample: TrainSample, temperature: float) -> Diagnosis:
-    """Trace one sample on both sides, rollout left and trainer right. Changes nothing; never raises for a side that
-    cannot be traced, as the mismatch itself is what has to be reported."""
-    name = str(sample.sample_id)
-    traces: list[Trace] = []
+def diagnose(
+    trainer: Any, engine: Engine, rollout: GeneratedSample, scored: ScoredSample, temperature: float
+) -> Diagnosis:
+    """Trace one sample on both sides, rollout left and trainer right. Changes nothing.
+
+    Never raises for a side that cannot be traced, as the mismatch itself is what has to be reported.
+    """
+    name = str(rollout.sample_id)
+    sample = TrainSample(
+        rollout.sample_id, rollout.prompt_token_ids, rollout.token_ids, np.ones(len(rollout.token_ids), np.bool_)
+    )
+    traces: list[list[Boundary]] = []
     for side, owner in ((f"engine {engine.engine_id}", engine), ("the trainer", trainer)):
-        trace = getattr(owner, "trace", None)
+        trace: Trace | None = getattr(owner, "trace", None)
         if trace is None:
-            return Diagnosis(name, None, f"not localised: {side} cannot be traced from this process")
-        traces.append(trace)
-    try:
-        rollout, own = (trace(sample, temperature) for trace in traces)
-    except RlkernelError as error:
-        return Diagnosis(name, None, f"not localised: {error}")
-    divergence = first_divergence(rollout, own)
+            return Diagnosis(name, None, f"not localised: {side} cannot be traced")
+        try:
+            traces.append(trace(sample, temperature))
+        except (RlkernelError, VimeError) as error:
+            return Diagnosis(name, None, f"not localised: {error}")
+    divergence = first_divergence(*traces)
     if divergence is not None:
         return Diagnosis(name, divergence, divergence.sentence())
+    first = len(rollout.prompt_token_ids) - 1
+    again = canonical_bits(traces[0][-1].values[first:])
+    if not np.array_equal(again, canonical_bits(rollout.logprobs)):
+        whose, why = "rollout", "cached keys and values, decode kernels, or the weights served while it was generated"
+    elif not np.array_equal(again, canonical_bits(scored.logprobs)):
+        whose, why = "trainer", "its scoring forward, or what was done to its arrays afterwards"
+    else:
+        return Diagnosis(name, None, "a forward over the whole sequence has the same log-probabilities on both sides")
     return Diagnosis(
         name,
         None,
-        "a forward over the whole sequence gives the same bits on both sides: what differed is what the sample met "
-        "while it was generated (cached keys and values, decode kernels, weights served then) or what was done to "
-        "the arrays afterwards",
+        f"a forward over the whole sequence has the same bits on both sides, and it is the {whose}'s array that it "
+        f"does not reproduce: look at {why}",
     )

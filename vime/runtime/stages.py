@@ -310,7 +310,7 @@ class StepStages:
             # nothing is logged as equal that was not computed twice
             raise InvariantViolation(record.challenge_difference)
         if differs:
-            record.diagnosis = self._diagnose(comparison)
+            record.diagnosis = self._diagnose(comparison, scores)
             comparison = replace(comparison, diagnosis=record.diagnosis.as_json())
         record.comparison, record.scores = comparison, scores
         self._write_arrays(scores)
@@ -352,13 +352,12 @@ class StepStages:
         }
         self._directory.write_arrays(record.step, arrays, OBSERVED_ARRAYS)
 
-    def _diagnose(self, comparison: StepComparison) -> Diagnosis:
+    def _diagnose(self, comparison: StepComparison, scores: ScoreResult) -> Diagnosis:
         assert comparison.worst_token is not None
         name = comparison.worst_token.sample
         sample = next(s for s in self.record.samples if s.sample_id == name)
-        mask = np.ones(len(sample.token_ids), np.bool_)
-        traced = TrainSample(name, sample.prompt_token_ids, sample.token_ids, mask)
-        return diagnose(self.sides.trainer, self.sides.engine, traced, self._temperature)
+        own = next(s for s in scores.samples if s.sample_id == name)
+        return diagnose(self.sides.trainer, self.sides.engine, sample, own, self._temperature)
 
     def train(
         self, batch: Sequence[TrainSample], scores: ScoreResult, comparison: Mapping[str, Any]

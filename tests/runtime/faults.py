@@ -1,0 +1,455 @@
+"""Faults that tests plant into a run: each function alters one side, or returns one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkernel.kernels.cpu import gemm, norm
+from rlkernel.ops.composition import Composition
+from rlkernel.ops.head import LinearLogprob
+from rlkernel.ops.portable import Attention, ColumnParallel, RmsNorm, RowParallel
+from vime.rollout.native.weights import LabelledWeights
+from vime.runtime.assembly import Sides
+from vime.runtime.sides import build_engine_in_child
+from vime.train.interface import ScoredSample, ScoreResult, TrainSample
+from vime.types import GeneratedSample, RolloutRequest
+
+Plant = Callable[[Sides], None]
+
+
+def flip(array: np.ndarray, index: int = 3, bit: int = 0) -> None:
+    """Flip one bit of a float32 array in place."""
+    array.reshape(-1).view(np.uint32)[index] ^= np.uint32(1 << bit)
+
+
+# ------------------------------------------------------------------------------------------ versions, caches
+
+
+def does_not_commit(sides: Sides) -> None:
+    """An engine that leaves the second version staged, and says so."""
+    engine = sides.engine.native
+    whole = engine.commit_weights
+    engine.commit_weights = lambda version, digest: engine.committed() if version else whole(version, digest)
+
+
+def serves_old_weights_under_the_new_label(sides: Sides) -> None:
+    """The slot says version 1, digest and all; the bytes in it are those of version 0."""
+    engine = sides.engine.native
+    whole = engine.commit_weights
+
+    def commit(version: int, digest: str) -> Any:
+        old = engine._weights._served
+        result = whole(version, digest)
+        if version == 1:
+            engine._weights._served = LabelledWeights(version, digest, old.weights)
+        return result
+
+    engine.commit_weights = commit
+
+
+def computes_with_old_weights(sides: Sides) -> None:
+    """Slot, label and digest are those of version 1; the model that generates is still bound to version 0."""
+    engine = sides.engine.native
+    whole = engine.commit_weights
+
+    def commit(version: int, digest: str) -> Any:
+        old = engine._model
+        result = whole(version, digest)
+        if version == 1:
+            engine._model = old
+        return result
+
+    engine.commit_weights = commit
+
+
+def keeps_prefix_cache(*, forge_keys: bool, forge_blocks: bool) -> Plant:
+    """A commit that leaves cached blocks: findable under the new version, and labelled as written by it, or not."""
+
+    def plant(sides: Sides) -> None:
+        engine = sides.engine.native
+        blocks, whole = engine.blocks, engine.commit_weights
+
+        def commit(version: int, digest: str) -> Any:
+            invalidate, blocks.invalidate = blocks.invalidate, lambda: 0
+            try:
+                result = whole(version, digest)
+            finally:
+                blocks.invalidate = invalidate
+            if forge_keys:
+                blocks._key_of = {block: (version, key) for block, (_, key) in blocks._key_of.items()}
+                blocks._by_key = {(version, key.digest): block for block, (_, key) in blocks._key_of.items()}
+            if forge_blocks:
+                kept = list(blocks._key_of)
+                blocks.oldest[kept] = blocks.newest[kept] = version
+            return result
+
+        engine.commit_weights = commit
+
+    return plant
+
+
+# ------------------------------------------------------------------------------------------ flipped bits
+
+
+def flip_staged_weight(sides: Sides) -> None:
+    """After the engine reported the digest of what it staged, before the commit."""
+    engine = sides.engine.native
+    whole = engine.stage_weights
+
+    def stage(version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        digest = whole(version, tensors)
+        flip(engine._weights._staged.weights._rows["layers.1.down_proj"].data)
+        return digest
+
+    engine.stage_weights = stage
+
+
+def flip_weight_in_transit(sides: Sides) -> None:
+    """Between sender and receiver."""
+    whole = sides.transport.receive
+
+    def receive(handle: Any) -> dict[str, torch.Tensor]:
+        tensors = {name: tensor.clone() for name, tensor in whole(handle).items()}
+        tensors["model.norm.weight"].view(torch.int32)[5] ^= 1
+        return tensors
+
+    sides.transport.receive = receive  # type: ignore[method-assign]
+
+
+def flip_served_weight(sides: Sides) -> None:
+    """While the engine generates."""
+    after_each_sample(sides, lambda: flip(sides.engine.native._weights._served.weights._rows["layers.0.qkv_proj"].data))
+
+
+def flip_kv(sides: Sides) -> None:
+    """A bit of every cached key of the first layer, after the first forward pass."""
+    engine = sides.engine.native
+
+    def progress(where: Any) -> None:
+        if where.steps == 1:
+            keys, _ = engine._kv.pages(0)
+            keys[1:].view(np.uint32)[...] ^= np.uint32(1 << 22)
+
+    engine.progress = progress
+
+
+def after_each_sample(sides: Sides, action: Callable[[], None]) -> None:
+    """Run an action after the first sample of a generation."""
+    engine = sides.engine.native
+    whole = engine.generate
+
+    def generate(requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]:
+        done = False
+        for sample in whole(requests):
+            if not done:
+                action()
+                done = True
+            yield sample
+
+    engine.generate = generate
+
+
+def flip_trainer_rows(sides: Sides) -> None:
+    """Before the trainer scores."""
+    before_score(sides, lambda: flip(sides.trainer._model.weights._rows["layers.0.o_proj"].data))
+
+
+def flip_trainer_columns(sides: Sides) -> None:
+    """The copy that only the backward reads."""
+    before_train(sides, lambda: flip(sides.trainer._model.weights._columns["layers.0.o_proj"].data))
+
+
+def flip_trainer_master(sides: Sides) -> None:
+    """The optimizer's float32 master."""
+    before_train(sides, lambda: flip(sides.trainer._optimizer.state().master["model.norm.weight"]))
+
+
+def before_score(sides: Sides, action: Callable[[], None]) -> None:
+    """Run an action before every scoring forward."""
+    trainer: Any = sides.trainer
+    whole = trainer.score
+
+    def score(*args: Any) -> ScoreResult:
+        action()
+        return whole(*args)
+
+    trainer.score = score
+
+
+def before_train(sides: Sides, action: Callable[[], None]) -> None:
+    """Run an action before every training step."""
+    trainer: Any = sides.trainer
+    whole = trainer.train
+
+    def train(*args: Any) -> Any:
+        action()
+        return whole(*args)
+
+    trainer.train = train
+
+
+# ------------------------------------------------------------------------------------------ copied arrays
+
+
+def returns_rollout_arrays(*, copy: bool, inflate: bool, unknown: str) -> Plant:
+    """A trainer that answers with the rollout's arrays.
+
+    ``copy`` them or not; ``inflate`` the evidence of a forward; samples that the rollout does not know are evaluated
+    honestly (``forward``), left out (``omit``) or answered with another sample's arrays (``other``).
+    """
+
+    def plant(sides: Sides) -> None:
+        made: dict[Any, GeneratedSample] = {}
+        engine, trainer = sides.engine.native, sides.trainer
+        generate, whole = engine.generate, trainer.score
+
+        def watched(requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]:
+            for sample in generate(requests):
+                made[sample.sample_id] = sample
+                yield sample
+
+        def take(array: np.ndarray) -> np.ndarray:
+            return array.copy() if copy else array
+
+        def score(samples: Sequence[TrainSample], model: str = "policy") -> ScoreResult:
+            rest = [sample for sample in samples if sample.sample_id not in made]
+            honest = whole(rest)
+            own = {s.sample_id: s for s in honest.samples}
+            if unknown == "omit":
+                own = {}
+            elif unknown == "other":
+                own = {i: replace(s, logprobs=s.logprobs - np.float32(1)) for i, s in own.items()}
+            answers = []
+            for sample in samples:
+                known = made.get(sample.sample_id)
+                if known is not None:
+                    arrays = (take(known.logprobs), take(known.digests), take(known.entropies))
+                    answers.append(ScoredSample(sample.sample_id, *arrays))
+                elif sample.sample_id in own:
+                    answers.append(own[sample.sample_id])
+            tokens = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples)
+            return replace(honest, samples=tuple(answers), forward_tokens=tokens if inflate else honest.forward_tokens)
+
+        engine.generate, trainer.score = watched, score  # type: ignore[method-assign]
+
+    return plant
+
+
+def changes_first_forward(change: Callable[[ScoreResult], ScoreResult | None]) -> Plant:
+    """A trainer that shows another training forward than the one it did."""
+
+    def plant(sides: Sides) -> None:
+        trainer: Any = sides.trainer
+        whole = trainer.train
+
+        def train(*args: Any) -> Any:
+            result = whole(*args)
+            return replace(result, first_forward=change(result.first_forward))
+
+        trainer.train = train
+
+    return plant
+
+
+# ------------------------------------------------------------------------------------------ samples and scores
+
+
+def changes_samples(change: Callable[[list[GeneratedSample]], list[GeneratedSample]]) -> Plant:
+    """An engine that returns something else than what it generated."""
+
+    def plant(sides: Sides) -> None:
+        engine = sides.engine.native
+        whole = engine.generate
+        engine.generate = lambda requests: iter(change(sorted(whole(requests), key=lambda s: s.sample_id)))
+
+    return plant
+
+
+def changes_scores(change: Callable[[ScoredSample], ScoredSample | None]) -> Plant:
+    """A trainer whose scores of each sample are altered; None leaves the sample out."""
+
+    def plant(sides: Sides) -> None:
+        trainer: Any = sides.trainer
+        whole = trainer.score
+
+        def score(*args: Any) -> ScoreResult:
+            result = whole(*args)
+            changed = [change(sample) for sample in result.samples]
+            return replace(result, samples=tuple(sample for sample in changed if sample is not None))
+
+        trainer.score = score
+
+    return plant
+
+
+def altered(array: np.ndarray, index: int, value: float) -> np.ndarray:
+    """A copy with one other element."""
+    result = array.copy()
+    result[index] = value
+    return result
+
+
+def with_array(sample: GeneratedSample, name: str, array: np.ndarray) -> GeneratedSample:
+    """The sample with an array that its constructor would refuse."""
+    other = replace(sample)
+    object.__setattr__(other, name, array)
+    return other
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+
+def reversed_matmul(a: np.ndarray, panels: gemm.Panels, workers: Any, **options: Any) -> np.ndarray:
+    """The same product, each chain run over k descending."""
+    rows = gemm.unpack_row(panels, np.arange(panels.rows))
+    backwards = gemm.pack_rows(np.ascontiguousarray(rows[:, ::-1]), workers)
+    return gemm.matmul(np.ascontiguousarray(a[:, ::-1]), backwards, workers, **options)
+
+
+class ReversedColumns(ColumnParallel):
+    """qkv or gate-up, k descending, in some cases only (none named: in all)."""
+
+    implementation = "test.reversed_columns"
+
+    def __init__(self, heads: bool, cases: tuple[str, ...] = ()) -> None:
+        super().__init__(heads)
+        self._cases = cases
+
+    def forward(self, region: Any, inputs: Any, host: Any) -> Any:
+        if self._cases and host.case not in self._cases:
+            return super().forward(region, inputs, host)
+        y = reversed_matmul(inputs[0], host.weights.rows(region), host.workers, bf16=host.bf16)
+        return tuple(self._split(y, region, host)), inputs[0]
+
+
+class ReversedRows(RowParallel):
+    """o_proj or down_proj, k descending."""
+
+    implementation = "test.reversed_rows"
+
+    def forward(self, region: Any, inputs: Any, host: Any) -> Any:
+        x = np.ascontiguousarray(inputs[0].reshape(len(inputs[0]), -1))
+        return (reversed_matmul(x, host.weights.rows(region), host.workers, leaves=host.tp, bf16=host.bf16),), x
+
+
+class RotatedNorm(RmsNorm):
+    """RMSNorm whose sum of squares pairs other neighbours (mere reversal mirrors the tree and keeps its bits)."""
+
+    implementation = "test.rotated_norm"
+
+    def forward(self, region: Any, inputs: Any, host: Any) -> Any:
+        weight = np.roll(host.weights.vectors[region.weights[0]], 1)
+        x = np.roll(inputs[0], 1, axis=1)
+        y, inv_rms = norm.rms_norm(x, weight, np.float32(host.config.rms_norm_eps), host.workers, host.bf16)
+        return (np.roll(y, -1, axis=1),), (inputs[0], inv_rms)
+
+
+class ReversedAttention(Attention):
+    """Attention whose scores run over the head's dimensions descending."""
+
+    implementation = "test.reversed_attention"
+
+    def forward(self, region: Any, inputs: Any, host: Any) -> Any:
+        q, k, v = inputs
+        q, k = (np.ascontiguousarray(x[:, :, ::-1]) for x in (q, k))
+        return super().forward(region, [q, k, v], host)
+
+
+class _ReversedWeights:
+    """Packed rows with k descending."""
+
+    def __init__(self, weights: Any, workers: Any) -> None:
+        self._weights, self._workers = weights, workers
+
+    def rows(self, region: Any) -> gemm.Panels:
+        panels = self._weights.rows(region)
+        whole = gemm.unpack_row(panels, np.arange(panels.rows))
+        return gemm.pack_rows(np.ascontiguousarray(whole[:, ::-1]), self._workers)
+
+
+class ReversedHead(LinearLogprob):
+    """Logits, k descending."""
+
+    implementation = "test.reversed_head"
+
+    def forward(self, region: Any, x: Any, targets: Any, temperature: float, host: Any) -> Any:
+        return super().forward(region, np.ascontiguousarray(x[:, ::-1]), targets, temperature, _backwards(host))
+
+    def sample(self, region: Any, x: Any, keys: Any, temperature: float, host: Any) -> Any:
+        return super().sample(region, np.ascontiguousarray(x[:, ::-1]), keys, temperature, _backwards(host))
+
+
+def _backwards(host: Any) -> Any:
+    return replace(host, weights=_ReversedWeights(host.weights, host.workers))
+
+
+class RawHead(LinearLogprob):
+    """Draws with the temperature, but reports log-probabilities of the logits without it."""
+
+    implementation = "test.raw_head"
+
+    def sample(self, region: Any, x: Any, keys: Any, temperature: float, host: Any) -> Any:
+        tokens, _ = super().sample(region, x, keys, temperature, host)
+        return tokens, super().forward(region, x, tokens, 1.0, host)
+
+    def forward(self, region: Any, x: Any, targets: Any, temperature: float, host: Any) -> Any:
+        return super().forward(region, x, targets, 1.0, host)
+
+
+def swapped(composition: Composition, kind: str, op: Any) -> Composition:
+    """A composition with another implementation of one region kind, or of the head."""
+    if kind == "logprob":
+        return replace(composition, head=op)
+    return replace(composition, ops={**composition.ops, kind: op})
+
+
+def engine_runs(kind: str, op: Any) -> Plant:
+    """The engine computes one region kind with another kernel."""
+
+    def plant(sides: Sides) -> None:
+        engine = sides.engine.native
+        whole = engine._model_factory
+
+        def factory(weights: Any) -> Any:
+            model = whole(weights)
+            model.composition = swapped(model.composition, kind, op)
+            return model
+
+        engine._model_factory = factory
+
+    return plant
+
+
+def trainer_runs(kind: str, op: Any) -> Plant:
+    """The trainer computes one region kind with another kernel."""
+
+    def plant(sides: Sides) -> None:
+        model = sides.trainer._model
+        model.composition = swapped(model.composition, kind, op)
+
+    return plant
+
+
+# ------------------------------------------------------------------------------------------ subnormals
+
+
+def flush_in_worker(sides: Sides) -> None:
+    """One worker thread flushes, the caller does not."""
+    sides.workers._pool.submit(torch.set_flush_denormal, True).result()
+
+
+def flush_while_generating(sides: Sides) -> None:
+    """The calling thread begins to flush after the first sample."""
+    after_each_sample(sides, lambda: torch.set_flush_denormal(True))
+
+
+def build_flushing_engine(specification: Mapping[str, Any]) -> Any:
+    """An engine process one of whose worker threads flushes."""
+    engine = build_engine_in_child(specification)
+    engine._probe.__self__._pool.submit(torch.set_flush_denormal, True).result()
+    return engine
