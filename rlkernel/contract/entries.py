@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlkernel.contract.canonical import float32_bits
 from rlkernel.contract.claims import Topology
 from rlkernel.contract.hostscalars import attention_scales
@@ -34,7 +36,11 @@ def lanes(n: int) -> int:
 
 
 class Entries:
-    """Builds the entries of one (model, profile, dtype, topology)."""
+    """Builds the entries of one (model, profile, dtype, topology).
+
+    A region may have several entries: ``KIND.wgrad`` and ``KIND.bias`` are a region's weight gradients, and the region
+    ``logprob`` is ``lm_head`` (logits) followed by ``logprob`` (log-softmax, gather, digest).
+    """
 
     def __init__(self, config: ModelConfig, profile: Profile, dtype: str, topology: Topology) -> None:
         self._config, self._profile, self._dtype, self._topology = config, profile, dtype, topology
@@ -79,6 +85,7 @@ class Entries:
             "gate_up_proj": self._matmul(("row", "weight row"), HIDDEN),
             "swiglu": self._elementwise(("gate", "up"), (_ADD, _MUL, _DIV, _EXP2)),
             "down_proj": self._matmul(("row", "weight row"), "intermediate axis", leaves=tp),
+            "lm_head": self._lm_head(),
             "logprob": self._logprob(),
         }
         if c.qk_norm:
@@ -104,15 +111,19 @@ class Entries:
             (("key_block", str(profile.key_block)), ("scale2", float32_bits(float(scale2)))),
         )  # fmt: skip
 
+    def _lm_head(self) -> SixPoints:
+        precision = Precision(self._dtype, "float32", "float32", "float32", "float32")
+        return replace(self._matmul(("row", "weight row"), HIDDEN), precision=precision, rounding=())
+
     def _logprob(self) -> SixPoints:
         tp = self._topology.tp
         return SixPoints(
-            Dependency(("hidden row", "head", "temperature", "target id"), VOCABULARY),
-            Split(leaves=0, leaf_size=VOCABULARY_LEAF, step=self._profile.step, shards=tp),
+            Dependency(("logits row", "temperature", "target id"), VOCABULARY),
+            Split(leaves=0, leaf_size=VOCABULARY_LEAF, shards=tp),
             Merge("balanced_tree", "none", "rescale_ascending", "balanced_tree"),
-            Precision(self._dtype, "float32", "float32", "float32", "float32"),
+            self._scalar,
             (),
-            (self._mac, _EXP2, _LOG2, _FMA, _ADD, _MUL, _DIV, _MAX),
+            (_EXP2, _LOG2, _FMA, _ADD, _MUL, _DIV, _MAX),
             (("padding_multiple", str(VOCABULARY_LEAF * tp)),),
         )
 
@@ -132,11 +143,11 @@ class Entries:
             "gate_up_proj": self._matmul(rows, "tp leaves, each [gate, up]", leaves=tp),
             "swiglu": self._elementwise(("gradient", "gate", "up"), (_FMA, _ADD, _MUL, _DIV, _EXP2)),
             "down_proj": self._matmul(rows, HIDDEN),
-            "logits": self._logits_gradient(),
-            "logprob": self._matmul(("d logits row", "head"), "vocabulary shards, each its real ids", leaves=tp),
+            "logprob": self._logits_gradient(),
+            "lm_head": self._matmul(("d logits row", "head"), "vocabulary shards, each its real ids", leaves=tp),
             "embedding.wgrad": self._weight_gradient(("gradient rows of the id's tokens",), ("add", ADD), 1),
         }
-        for kind in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "logprob"):
+        for kind in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"):
             entries[f"{kind}.wgrad"] = self._weight_gradient(
                 ("gradient rows", "input rows"), self._mac, self._profile.step
             )

@@ -13,9 +13,9 @@ import torch
 from rlkernel.contract.entries import KEYS, QUERIES
 from rlkernel.contract.points import SixPoints
 from rlkernel.errors import ContractError
-from rlkernel.reference.arith import add, cast, div, fma, maximum, mul, sub
-from rlkernel.reference.primitives import primitive
-from rlkernel.reference.reductions import chain_add, mac_chain, matmul, tree
+from rlkernel.reference.arith import add, cast, div, fma32, maximum, mul, sub
+from rlkernel.reference.lookup import primitive
+from rlkernel.reference.reductions import add_chain, chain, matmul, multiply_accumulate, tree
 
 Tensor = torch.Tensor
 NEGATIVE_INFINITY = float("-inf")
@@ -37,6 +37,25 @@ def bits_constant(points: SixPoints, name: str) -> float:
 def scores(points: SixPoints, q: Tensor, k: Tensor) -> Tensor:
     """Scaled scores [n, L] of query rows [n, D] and keys [L, D]."""
     return mul(matmul(points, q, k), torch.full((), bits_constant(points, "scale2"), device=q.device))
+
+
+def visible_chain(
+    points: SixPoints, a: Tensor, b: Tensor, *, valid: Tensor, start: Tensor | None = None
+) -> Tensor:
+    """Chain over k of a [R, K] and b [C, K] in which row r takes only the k of ``valid`` [R, K] -> [R, C].
+
+    A matrix unit takes the others as zeros, which leaves its accumulator as it is; an fma chain leaves them out, which
+    also keeps the sign of a zero.
+    """
+    total = torch.zeros(len(a), len(b), device=a.device) if start is None else start
+    zero = torch.zeros_like(a)
+    if multiply_accumulate(points).step > 1:
+        clean = torch.where(valid.any(0)[None, :], b, torch.zeros_like(b))
+        return chain(points, torch.where(valid, a, zero)[:, None, :], clean[None, :, :], total)
+    for k in range(a.shape[1]):
+        taken = chain(points, a[:, None, k : k + 1], b[None, :, k : k + 1], total)
+        total = torch.where(valid[:, k, None], taken, total)
+    return total
 
 
 @dataclass
@@ -87,8 +106,8 @@ def _block(points: SixPoints, part: _Split, s: Tensor, mask: Tensor, v: Tensor) 
         for j in range(p.shape[1]):
             total = torch.where(mask[:, j], add(total, p[:, j]), total)
     else:
-        total = fma(part.l, alpha, _lane_total(points, p))
-    acc = mac_chain(points, p, v.T.contiguous(), start=mul(part.acc, alpha[:, None]), valid=mask)
+        total = fma32(part.l, alpha, _lane_total(points, p))
+    acc = visible_chain(points, p, v.T.contiguous(), start=mul(part.acc, alpha[:, None]), valid=mask)
     part.m = torch.where(active, new, part.m)
     part.l = torch.where(active, total, part.l)
     part.acc = torch.where(active[:, None], acc, part.acc)
@@ -98,7 +117,7 @@ def _lane_total(points: SixPoints, p: Tensor) -> Tensor:
     lanes = points.split.lanes
     padding = -p.shape[1] % lanes
     padded = torch.nn.functional.pad(p, (0, padding)).reshape(len(p), -1, lanes)
-    return tree(chain_add(padded.transpose(1, 2)), 1)
+    return tree(add_chain(padded.transpose(0, 1)), 1)
 
 
 def _merge(points: SixPoints, parts: list[_Split]) -> tuple[Tensor, Tensor]:
@@ -109,8 +128,8 @@ def _merge(points: SixPoints, parts: list[_Split]) -> tuple[Tensor, Tensor]:
     total, out = torch.zeros_like(parts[0].l), torch.zeros_like(parts[0].acc)
     for part in parts:
         w = exp2(sub(part.m, largest))
-        total = torch.where(part.seen, fma(part.l, w, total), total)
-        out = torch.where(part.seen[:, None], fma(part.acc, w[:, None].expand_as(out), out), out)
+        total = torch.where(part.seen, fma32(part.l, w, total), total)
+        out = torch.where(part.seen[:, None], fma32(part.acc, w[:, None].expand_as(out), out), out)
     result = div(out, total[:, None].expand_as(out))
     if (narrow := points.rounds("output")) is not None:
         result = cast(result, narrow)
@@ -141,10 +160,10 @@ def attend_backward(
         ds = rounded(mul(p, sub(dp, delta[:, None].expand_as(dp))), narrow_s)
         ds = torch.where(mask, ds, torch.zeros_like(ds))
         p = torch.where(mask, rounded(p, narrow_p), torch.zeros_like(p))
-        dq[:, h] = rounded(mul(mac_chain(points, ds, k.T.contiguous(), valid=mask), scale), narrow)
+        dq[:, h] = rounded(mul(visible_chain(points, ds, k.T.contiguous(), valid=mask), scale), narrow)
         below = mask.T.contiguous()
-        dk = mac_chain(points, ds.T.contiguous(), q[:, h].T.contiguous(), start=dk, valid=below)
-        dv = mac_chain(points, p.T.contiguous(), dout[:, h].T.contiguous(), start=dv, valid=below)
+        dk = visible_chain(points, ds.T.contiguous(), q[:, h].T.contiguous(), start=dk, valid=below)
+        dv = visible_chain(points, p.T.contiguous(), dout[:, h].T.contiguous(), start=dv, valid=below)
     return dq, rounded(mul(dk, scale), narrow), rounded(dv, narrow)
 
 

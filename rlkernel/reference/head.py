@@ -17,11 +17,12 @@ from rlkernel.kernels.cpu.logprob import RowStatistics
 from rlkernel.models.definition import Region
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import Host
-from rlkernel.reference.arith import LN2, LOG2E, div, fma, maximum, mul, sub
+from rlkernel.reference.arith import div, fma32, maximum, mul, sub
 from rlkernel.reference.digest import rows_digest
-from rlkernel.reference.primitives import primitive
-from rlkernel.reference.reductions import accumulate, matmul, tree
-from rlkernel.reference.regions import Array, ReferenceOp, array, output
+from rlkernel.reference.lookup import primitive
+from rlkernel.reference.primitives import LN2, LOG2E
+from rlkernel.reference.reductions import matmul, tree
+from rlkernel.reference.regions import Array, ReferenceOp, array, continued, output
 
 Tensor = torch.Tensor
 Unary = Callable[[Tensor], Tensor]
@@ -56,7 +57,7 @@ def statistics(points: SixPoints, z: Tensor, targets: Tensor) -> RowStatistics:
     w = exp2(mul(sub(shards.m, largest[:, None].expand_as(shards.m)), scalar(LOG2E, shards.m)))
     live = shards.m != NEGATIVE_INFINITY
     zero = torch.zeros_like(w)
-    moved = fma(shards.s, sub(shards.m, largest[:, None].expand_as(shards.m)), shards.u)
+    moved = fma32(shards.s, sub(shards.m, largest[:, None].expand_as(shards.m)), shards.u)
     s = tree(torch.where(live, mul(shards.s, w), zero), 1)
     u = tree(torch.where(live, mul(moved, w), zero), 1)
     log_sum = mul(log2(s), scalar(LN2, s))
@@ -101,17 +102,17 @@ def _shards(points: SixPoints, leaves: _Sums, exp2: Unary) -> _Sums:
         difference = sub(m[:, :, leaf], largest)
         w = exp2(mul(difference, scalar(LOG2E, difference)))
         live = m[:, :, leaf] != NEGATIVE_INFINITY
-        moved = torch.where(w == 0, u[:, :, leaf], fma(s[:, :, leaf], difference, u[:, :, leaf]))
-        total = torch.where(live, fma(s[:, :, leaf], w, total), total)
-        weighted = torch.where(live, fma(moved, w, weighted), weighted)
+        moved = torch.where(w == 0, u[:, :, leaf], fma32(s[:, :, leaf], difference, u[:, :, leaf]))
+        total = torch.where(live, fma32(s[:, :, leaf], w, total), total)
+        weighted = torch.where(live, fma32(moved, w, weighted), weighted)
     return _Sums(largest, total, weighted)
 
 
 class ReferenceLinearLogprob(ReferenceOp):
     """The model's head."""
 
-    def _logits(self, points: SixPoints, region: Region, x: Tensor, temperature: float, host: Host) -> Tensor:
-        z = matmul(points, x, self.interpreter.weight(host, region.weights[0]))
+    def _logits(self, case: str, region: Region, x: Tensor, temperature: float, host: Host) -> Tensor:
+        z = matmul(self.interpreter.points(case, "lm_head"), x, self.interpreter.weight(host, region.weights[0]))
         return div(z, scalar(temperature, z))
 
     def forward(
@@ -119,7 +120,7 @@ class ReferenceLinearLogprob(ReferenceOp):
     ) -> RowStatistics:
         """Statistics of rows x [R, H] for target ids [R]."""
         points = self.entry(host, "logprob")
-        z = self._logits(points, region, self.interpreter.tensor(x), temperature, host)
+        z = self._logits(host.case, region, self.interpreter.tensor(x), temperature, host)
         return statistics(points, z, torch.from_numpy(targets).to(z.device))
 
     def sample(
@@ -127,7 +128,7 @@ class ReferenceLinearLogprob(ReferenceOp):
     ) -> tuple[NDArray[np.int64], RowStatistics]:
         """Draw one token a row by the CPU's sampler from interpreted logits."""
         points = self.entry(host, "logprob")
-        z = self._logits(points, region, self.interpreter.tensor(x), temperature, host)
+        z = self._logits(host.case, region, self.interpreter.tensor(x), temperature, host)
         logits = np.ascontiguousarray(array(z))
         largest = statistics(points, z, torch.zeros(len(z), dtype=torch.int64, device=z.device)).max
         drawn = sampling.sample(logits, largest, **vars(keys), workers=host.workers)
@@ -145,9 +146,9 @@ class ReferenceLinearLogprob(ReferenceOp):
         """d loss / d x from the coefficients d loss / d logprob; continues the head's weight gradient."""
         forward = self.interpreter.points("trainer_forward", "logprob")
         rows = self.interpreter.tensor(x)
-        z = self._logits(forward, region, rows, temperature, host)
+        z = self._logits("trainer_forward", region, rows, temperature, host)
         found = statistics(forward, z, torch.from_numpy(targets).to(z.device))
-        points = self.entry(host, "logits")
+        points = self.entry(host, "logprob")
         exp2 = primitive(points.primitive("exp2"))
         m, log_sum = (self.interpreter.tensor(v)[:, None].expand_as(z) for v in (found.max, found.log_sum))
         p = exp2(mul(sub(sub(z, m), log_sum), scalar(LOG2E, z)))
@@ -155,10 +156,10 @@ class ReferenceLinearLogprob(ReferenceOp):
         hot[torch.arange(len(z)), torch.from_numpy(targets).to(z.device)] = 1.0
         c = div(self.interpreter.tensor(coefficient), scalar(temperature, z[:, 0]))
         dz = output(points, mul(sub(hot, p), c[:, None].expand_as(z)))
-        wgrad, name = self.entry(host, "logprob.wgrad"), region.weights[0]
+        wgrad, name = self.entry(host, "lm_head.wgrad"), region.weights[0]
         running = self.interpreter.tensor(self.grad(host, name))
-        self.grad(host, name)[:] = array(accumulate(wgrad, dz.T, rows.T, running))
-        dgrad = self.entry(host, "logprob")
+        self.grad(host, name)[:] = array(continued(wgrad, dz, rows, running))
+        dgrad = self.entry(host, "lm_head")
         weight = self.interpreter.weight(host, name)
         return array(output(dgrad, matmul(dgrad, *_shard_padded(dgrad, dz, weight))))
 

@@ -21,10 +21,11 @@ from rlkernel.kernels.cpu.convert import as_float32
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.ops.weights import dgrad_order
-from rlkernel.reference.arith import add, cast, div, fma, mul, sqrt, sub
+from rlkernel.reference.arith import add, cast, div, fma32, mul, sqrt, sub
 from rlkernel.reference.attention import attend, attend_backward, bits_constant
-from rlkernel.reference.primitives import primitive, sigmoid
-from rlkernel.reference.reductions import accumulate, chain_add, matmul, row_sum
+from rlkernel.reference.lookup import primitive
+from rlkernel.reference.primitives import LOG2E
+from rlkernel.reference.reductions import add_chain, chain, matmul, row_sum
 
 Tensor = torch.Tensor
 Array = NDArray[np.float32]
@@ -62,6 +63,17 @@ def output(points: SixPoints, value: Tensor) -> Tensor:
     """Narrow to the output's dtype where the entry says so."""
     to = points.rounds("output")
     return value if to is None else cast(value, to)
+
+
+def continued(points: SixPoints, dy: Tensor, x: Tensor, running: Tensor) -> Tensor:
+    """The running chain [N, K] of a weight gradient, continued over the tokens of dy [T, N] and x [T, K]."""
+    return chain(points, dy.T[:, None, :], x.T[None, :, :], running)
+
+
+def _sigmoid(points: SixPoints, x: Tensor) -> Tensor:
+    one = torch.ones_like(x)
+    log2e = torch.full((), LOG2E, device=x.device).expand_as(x)
+    return div(one, add(one, primitive(points.primitive("exp2"))(mul(-x, log2e))))
 
 
 class ReferenceOp:
@@ -131,7 +143,7 @@ class ReferenceNorm(ReferenceOp):
             g = mul(dy, weight[None, :])
             xh = mul(x, inverse[:, None])
             c = div(row_sum(points, g, xh), torch.full((), float(x.shape[1]), device=x.device))
-            dx = mul(inverse[:, None].expand_as(x), fma(-xh, c[:, None].expand_as(x), g))
+            dx = mul(inverse[:, None].expand_as(x), fma32(-xh, c[:, None].expand_as(x), g))
             running = self.interpreter.tensor(self.grad(host, name))
             fused = primitive(wgrad.primitive("mac"))
             for t in range(len(dy)):
@@ -167,11 +179,11 @@ class ReferenceLinear(ReferenceOp):
         flat = [self.interpreter.tensor(g.reshape(len(g), -1)) for g in grads]
         for name, dy in zip(names, flat, strict=True):
             running = self.interpreter.tensor(self.grad(host, name))
-            self.grad(host, name)[:] = array(accumulate(wgrad, dy.T, saved.T, running))
+            self.grad(host, name)[:] = array(continued(wgrad, dy, saved, running))
         for name, dy in zip(biases, flat, strict=bool(biases)):
-            plus = self.entry(host, "qkv_proj.bias").primitive("add")
+            self.entry(host, "qkv_proj.bias")
             start = self.interpreter.tensor(self.grad(host, name))
-            self.grad(host, name)[:] = array(chain_add(dy.T.contiguous(), start=start, primitive_name=plus))
+            self.grad(host, name)[:] = array(add_chain(dy, start))
         weights = torch.cat([self.interpreter.weight(host, name) for name in names])
         fused = torch.cat(flat, dim=1)
         if len(names) > 1:
@@ -201,7 +213,7 @@ class ReferenceRope(ReferenceOp):
             half = x.shape[-1] // 2
             first, second = x[..., :half], x[..., half:]
             c, s = cos.expand_as(first), sin.expand_as(first)
-            rotated = torch.cat([fma(first, c, -mul(second, s)), fma(second, c, mul(first, s))], dim=-1)
+            rotated = torch.cat([fma32(first, c, -mul(second, s)), fma32(second, c, mul(first, s))], dim=-1)
             result.append(array(output(points, rotated)))
         return tuple(result)
 
@@ -278,17 +290,17 @@ class ReferenceSwiGlu(ReferenceOp):
     def forward(self, region: Region, inputs: Sequence[Array], host: Host) -> tuple[tuple[Array], Any]:
         points = self.entry(host, "swiglu")
         gate, up = (self.interpreter.tensor(x) for x in inputs)
-        sg = sigmoid(gate, points.primitive("exp2"))
+        sg = _sigmoid(points, gate)
         return (array(output(points, mul(mul(gate, sg), up))),), (gate, up)
 
     def backward(self, region: Region, saved: Any, grads: Sequence[Array], host: Host) -> tuple[Array, Array]:
         points = self.entry(host, "swiglu")
         gate, up = saved
         ds = self.interpreter.tensor(grads[0])
-        sg = sigmoid(gate, points.primitive("exp2"))
+        sg = _sigmoid(points, gate)
         one = torch.ones_like(gate)
         d_up = mul(ds, mul(gate, sg))
-        d_gate = mul(mul(ds, up), mul(sg, fma(gate, sub(one, sg), one)))
+        d_gate = mul(mul(ds, up), mul(sg, fma32(gate, sub(one, sg), one)))
         return array(output(points, d_gate)), array(output(points, d_up))
 
 
