@@ -44,8 +44,8 @@ def test_plain_lines() -> None:
     stream = io.StringIO()
     drive(PlainObserver(StopSwitch(), stream), REPORT, NOTHING)
     shown = stream.getvalue()
-    assert "step 1/2  reward 0.500  0 of 90 tokens and 0 rows differ" in shown
-    assert "step 2/2  reward -  nothing compared" in shown
+    assert "step 0 of 0..1  reward 0.500  0 of 90 tokens and 0 rows differ" in shown
+    assert "step 1 of 0..1  reward -  nothing compared" in shown
     assert "steps that compared nothing" in shown
     assert "held-out reward 0.900 after 2 steps" in shown
 

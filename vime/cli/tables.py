@@ -20,7 +20,7 @@ def report_line(report: Mapping[str, Any], steps: int) -> str:
         )
     else:
         bits = f"nothing compared ({report['incomparable_tokens']})"
-    count = f"step {report['step'] + 1}" + (f"/{steps}" if steps else "")
+    count = f"step {report['step']}" + (f" of 0..{steps - 1}" if steps else "")
     return (
         f"{count}  reward {number(report['reward_mean'], 3)}  {bits}  loss {number(report['loss'], 4)}  "
         f"grad {number(report['grad_norm'], 3)}  {number(report['tokens_per_s'], 0)} tokens/s"
