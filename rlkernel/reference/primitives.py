@@ -17,10 +17,23 @@ from hardware.cuda import mma
 from hardware.cuda.exp2 import ex2_approx_ftz_sm90
 from hardware.rocm import mfma
 from rlkernel.contract import constants, profiles
-from rlkernel.contract.constants import LOG2E
+from rlkernel.contract.constants import LN2, LOG2E
 from rlkernel.errors import ContractError
 from rlkernel.reference import arith
 from rlkernel.reference.arith import add, cast_bf16, div, float32, fma32, maximum, mul, sqrt, sub
+
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "MULTIPLY_ACCUMULATE",
+    "PRIMITIVES",
+    "MultiplyAccumulate",
+    "Primitive",
+    "exp2_full",
+    "exp2_p3",
+    "log2_full",
+    "sigmoid",
+]
 
 
 def _horner(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tensor:
