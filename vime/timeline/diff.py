@@ -1,5 +1,8 @@
 """The first difference between two runs: event, array, step, sample, token and bit.
 
+Where the runs were asked for different things (another seed, learning rate, contract), the settings are named, and the
+first difference in what was computed follows.
+
 Ignored are exactly: wall times, host, pids and paths (``observed``), deployment fields, scheduling and bookkeeping
 events, the order of samples inside a step, and arrays of wall times. Settings that do not decide bits never reach a
 compared field.
@@ -7,7 +10,8 @@ compared field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,16 +21,22 @@ from numpy.typing import NDArray
 
 from vime.store.layout import OBSERVED_ARRAYS, ORDER, Axis, Layout
 from vime.store.run_directory import RunView
-from vime.timeline.event import Event
-from vime.timeline.events import BatchAssigned
+from vime.timeline.event import Event, decode_value
+from vime.timeline.events import BatchAssigned, ContractFixed, RunStarted
 from vime.timeline.log import Record
 from vime.timeline.order import first_difference, in_canonical_order
 from vime.types import SampleId
 
+ASKED = (RunStarted, ContractFixed)
+"""Events that say what a run was asked to do; all others say what it computed."""
+
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """The first differing element. ``bit`` counts from the least significant; None where a length or dtype differs."""
+    """The first differing element. ``bit`` counts from the least significant; None where a length or dtype differs.
+
+    ``step`` is whose arrays they are, None where the caller knows.
+    """
 
     array: str
     index: tuple[int, ...]
@@ -35,10 +45,13 @@ class ArrayDifference:
     bit: int | None
     left: str
     right: str
+    step: int | None = None
 
     def sentence(self) -> str:
-        """Array, sample, token and bit on one line."""
+        """Step, array, sample, token and bit on one line."""
         where = f"array {self.array}{list(self.index)}"
+        if self.step is not None:
+            where = f"step {self.step}, {where}"
         if self.sample is not None:
             where += f", sample {self.sample}"
         if self.position is not None:
@@ -49,9 +62,12 @@ class ArrayDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event that differs, the field, and where arrays tell more, the element.
+    """The first event that differs, the field, and the first element of the arrays that differs.
 
     ``left_seq`` and ``right_seq`` are the event's numbers in both logs; None where one run ends before it.
+    ``element`` is that of the event's own step and sample where its arrays differ, else the first of any later step.
+    For an event that says what was asked for, ``settings`` are the keys that decide bits and differ, (key, left, right)
+    each, and ``consequence`` is the first difference in what was computed.
     """
 
     event: str
@@ -63,13 +79,22 @@ class Difference:
     right: Any
     subject: str
     element: ArrayDifference | None = None
+    settings: tuple[tuple[str, Any, Any], ...] = ()
+    consequence: Difference | None = None
 
     def sentence(self) -> str:
         """The difference in words."""
         step = "" if self.step is None else f"step {self.step}, "
         text = f"{step}{self.event} {self.subject}(events {self.left_seq} and {self.right_seq}): "
-        text += f"{self.field} is {self.left!r} and {self.right!r}"
-        return text if self.element is None else f"{text}; {self.element.sentence()}"
+        text += f"{self.field} is {decode_value(self.left)!r} and {decode_value(self.right)!r}"
+        if self.settings:
+            text += "; settings that differ: "
+            text += ", ".join(f"{key} ({left!r} and {right!r})" for key, left, right in self.settings)
+        if self.element is not None:
+            text += f"; {self.element.sentence()}"
+        if self.consequence is not None:
+            text += f"; what was computed differs first at {self.consequence.sentence()}"
+        return text
 
 
 def diff_runs(left: Path, right: Path) -> Difference | None:
@@ -83,11 +108,30 @@ def diff_runs(left: Path, right: Path) -> Difference | None:
         for step, event in view.announced_arrays().items():
             view.arrays.read(step, event.arrays)
     steps = _steps_of_samples(views[0]) | _steps_of_samples(views[1])
+    asked: Difference | None = None
     for a, b in zip_longest(*(in_canonical_order(view.records) for view in views)):
+        if asked is not None and any(r is not None and isinstance(r.event, ASKED) for r in (a, b)):
+            continue
         difference = _compare(a, b, steps)
-        if difference is not None:
-            return _with_element(difference, views, a if a is not None else b)
-    return None
+        if difference is None:
+            continue
+        if any(r is None or not isinstance(r.event, ASKED) for r in (a, b)):
+            found = _with_element(difference, views, a if a is not None else b)
+            return found if asked is None else replace(asked, consequence=found)
+        asked = replace(difference, settings=_settings(*(view.records for view in views)))
+    return asked
+
+
+def _settings(left: Sequence[Record], right: Sequence[Record]) -> tuple[tuple[str, Any, Any], ...]:
+    """Settings that decide bits and differ: (key, left, right). A key that a run does not have is None."""
+    a, b = (_flat(r[0].event.observed.get("pipeline", {})) if r else {} for r in (left, right))
+    return tuple((key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key))
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        return {prefix.removesuffix("."): settings}
+    return {key: value for name, inner in settings.items() for key, value in _flat(inner, f"{prefix}{name}.").items()}
 
 
 def _steps_of_samples(view: RunView) -> dict[SampleId, int]:
@@ -133,12 +177,25 @@ def _subject(event: Event) -> str:
 
 
 def _with_element(difference: Difference, views: tuple[RunView, RunView], record: Record | None) -> Difference:
-    step = difference.step
-    if step is None or record is None or any(step not in view.announced_arrays() for view in views):
-        return difference
+    """Add the first differing element: of the event's own step and sample, else of the steps in order."""
+    common = sorted(set(views[0].announced_arrays()) & set(views[1].announced_arrays()))
+    sample = None if record is None else getattr(record.event, "sample_id", None)
+    first = difference.step
+    if first in common:
+        element = _element(views, first, sample)
+        if element is not None:
+            return replace(difference, element=element)
+    for step in common:
+        if first is None or step >= first:
+            element = _element(views, step)
+            if element is not None:
+                return replace(difference, element=replace(element, step=step))
+    return difference
+
+
+def _element(views: tuple[RunView, RunView], step: int, only: SampleId | None = None) -> ArrayDifference | None:
     left, right = (view.step_arrays(step) for view in views)
-    element = first_array_difference(left, right, getattr(record.event, "sample_id", None))
-    return Difference(**{**difference.__dict__, "element": element})
+    return first_array_difference(left, right, only)
 
 
 def first_array_difference(
@@ -154,6 +211,9 @@ def first_array_difference(
         found = _first_by_sample(left, right, layouts[0], layouts[1], names, only)
         if found is not None or only is not None:
             return found
+        for sample_id in sorted(set(layouts[0].samples) ^ set(layouts[1].samples)):
+            present = ("stored", "missing") if sample_id in layouts[0].samples else ("missing", "stored")
+            return ArrayDifference("tokens", (), sample_id, None, None, *present)
     for name in names:
         if found := _first_in(name, left[name], right[name], None, None, 0):
             return found
