@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,10 @@ class Cell:
     @property
     def ratio(self) -> float:
         return self.torch / self.ours
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "ratio": round(self.ratio, 4)}
 
 
 def alternate(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
