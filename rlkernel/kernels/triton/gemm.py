@@ -1,8 +1,8 @@
 """GEMM ``c = a @ b^T`` in Triton: one chain over K, or G leaves of K merged in a balanced tree.
 
-a is [M, K], b is [N, K] (a weight as models store it), both C-contiguous, c is [M, N]. A chain starts at +0 and ascends
-in k; its step is the matrix instruction's (k16 on sm_90, two k8 groups on gfx942, one fma in ``portable``). c is rounded
-once, at the end. Tiles, warps and stages change no bit.
+a is [M, K], b is [N, K] (a weight as models store it), both C-contiguous, c is [M, N]. A chain starts at +0 and
+ascends in k; its step is the matrix instruction's (k16 on sm_90, two k8 groups on gfx942, one fma in ``portable``).
+c is rounded once, at the end. Tiles, warps and stages change no bit.
 
 ``zero`` is a float32 argument that must be +0: the start of every chain. It is an argument because the compiler folds
 ``x + dot(a, b, 0)`` into ``dot(a, b, x)`` where it can see the 0, and a leaf of one tile would silently join the chain
