@@ -201,13 +201,13 @@ def _token_arrays(view: RunView, step: int | None, wanted: SampleId, index: int)
 @click.command()
 @run_argument
 @click.option("--type", "kinds", multiple=True, metavar="TYPE", help="Only events of this type. Repeatable.")
-@click.option("--verify", is_flag=True, help="Replay the log and check every invariant again.")
+@click.option("--verify", is_flag=True, help="Check every invariant, array and checkpoint again.")
 @json_option
 def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: bool) -> int:
     """List the events of RUN."""
     from vime.pipeline.problems import nearest_name
+    from vime.store.verify import verify_run
     from vime.timeline.events import EVENT_TYPES
-    from vime.timeline.invariants import check_all
 
     known = [kind.type for kind in EVENT_TYPES]
     for kind in kinds:
@@ -224,8 +224,13 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
         else:
             click.echo(f"{record.seq:>7}  {record.event.describe()}")
     if verify:
-        check_all(record.event for record in records)
-        click.echo(f"vime: {len(records)} events, every invariant holds", err=True)
+        found = verify_run(Path(run_directory))
+        for problem in found.problems:
+            click.echo(f"vime: {problem}", err=True)
+        if found.problems:
+            return 1
+        stored = f"the arrays of {found.steps} steps and {found.checkpoints} checkpoints are intact"
+        click.echo(f"vime: {found.events} events, every invariant holds; {stored}", err=True)
     return 0
 
 

@@ -67,6 +67,10 @@ def verify_run(run: Path) -> Verification:
         for step in view.arrays.steps():
             if step not in announced:
                 problems.append(f"step {step}: arrays are stored that no event announced")
+        named = {event.step for event in events if isinstance(event, CheckpointWritten)}
+        stored = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path).steps()
+        for step in sorted(set(stored) - named):
+            problems.append(f"step {step}: a checkpoint is stored that no event announced")
         problems.extend(_views(view))
     return Verification(len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems))
 

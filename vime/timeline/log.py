@@ -130,6 +130,13 @@ def read_log(path: Path) -> LogContent:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"the event log {path} cannot be read: {error.strerror}") from error
+    try:
+        return _parse(content)
+    except InvariantViolation as error:
+        raise InvariantViolation(f"{path}: {error}") from error
+
+
+def _parse(content: bytes) -> LogContent:
     records: list[Record] = []
     head, offset = Head(-1, GENESIS), 0
     for number, line in enumerate(_lines(content), start=1):
