@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlkernel.contract.canonical import digest, float32_bits, float64_bits
+from rlkernel.contract.canonical import bits_float32, canonical_json, digest, float32_bits, float64_bits
 from rlkernel.contract.claims import STATE_CLAIMS, Topology, require_topology
+from rlkernel.contract.differences import Difference, differences
 from rlkernel.contract.entries import Entries
 from rlkernel.contract.identity import Identities
 from rlkernel.contract.points import SixPoints, points_from_json
@@ -30,7 +31,7 @@ class Contract:
     dtype: str
     topology: Topology
     temperature: str
-    optimizer: str
+    optimizer: Mapping[str, Any] | None
     entries: Mapping[tuple[str, str], SixPoints]
     rope: str
 
@@ -62,7 +63,7 @@ class Contract:
             "topology": self.topology.as_json(),
             "state_claims": [{"state": c.state, "invalidated_by": list(c.invalidated_by)} for c in STATE_CLAIMS],
             "temperature": self.temperature,
-            "optimizer": self.optimizer,
+            "optimizer": None if self.optimizer is None else dict(self.optimizer),
             "rope_tables": self.rope,
             "entries": {f"{case}/{region}": points.as_json() for (case, region), points in self.entries.items()},
         }
@@ -106,37 +107,41 @@ def build_contract(
     found = find_profile(profile, dtype)
     if not temperature > 0:
         raise ContractError(f"temperature {temperature!r}: logits are divided by it, so it must be above 0")
+    # kernels take epsilon in float32: what the contract pins is that value
+    config = replace(config, rms_norm_eps=bits_float32(float32_bits(config.rms_norm_eps)))
     topology = topology or Topology()
     require_topology(topology, config)
     build = Entries(config, found, dtype, topology)
     entries: dict[tuple[str, str], SixPoints] = {}
+    recomputed = {region.kind for region in define_model(config).regions if region.layer is not None}
     for case in FORWARD_CASES:
-        entries.update({(case, kind): points for kind, points in build.forward().items()})
+        kinds = build.forward().items()
+        # activation checkpointing recomputes layers, and nothing outside of them
+        entries.update({(case, k): points for k, points in kinds if case != "trainer_recompute" or k in recomputed})
     entries.update({("trainer_backward", kind): points for kind, points in build.backward().items()})
     entries.update({("optimizer_step", kind): points for kind, points in build.optimizer().items()})
-    constants = "none" if optimizer is None else digest(dict(optimizer))
+    canonical_json(optimizer)  # refuses whatever is not canonical data
     return Contract(
-        config, profile, dtype, topology, float32_bits(temperature), constants, entries, rope_digest(config)
+        config, profile, dtype, topology, float32_bits(temperature), optimizer, entries, rope_digest(config)
     )
 
 
 def compare_identities(
-    one: Identities, other: Identities, contract_one: Contract, contract_other: Contract
+    one: Identities,
+    other: Identities,
+    contract_one: Contract,
+    contract_other: Contract,
+    names: tuple[str, str] = ("one side", "the other"),
 ) -> list[str]:
     """Why two sides may not run together: each differing field of the semantic or numerical identity."""
     problems = []
     for name in ("semantic", "numerical_policy"):
-        if getattr(one, name) == getattr(other, name):
+        left, right = getattr(one, name), getattr(other, name)
+        if left == right:
             continue
-        fields = _diff(getattr(contract_one, name)(), getattr(contract_other, name)(), name)
-        problems += fields or [f"{name}: {getattr(one, name)} on one side, {getattr(other, name)} on the other"]
+        fields = differences(getattr(contract_one, name)(), getattr(contract_other, name)(), (name,))
+        problems += [found.sentence(*names) for found in fields or [Difference((name,), left, right)]]
     return problems
-
-
-def _diff(a: Any, b: Any, path: str) -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [line for key in sorted(a.keys() | b.keys()) for line in _diff(a.get(key), b.get(key), f"{path}.{key}")]
-    return [] if a == b else [f"{path}: {a!r} on one side, {b!r} on the other"]
 
 
 def entries_from_json(data: Mapping[str, Any]) -> dict[tuple[str, str], SixPoints]:

@@ -15,6 +15,24 @@ def float32_bits(value: float) -> str:
     return "f32:" + struct.pack(">f", value).hex()
 
 
+def bits_float32(bits: str) -> float:
+    """Inverse of :func:`float32_bits`. Raises ContractError for anything else."""
+    return _from_bits(bits, "f32:", ">f", 8)
+
+
+def bits_float64(bits: str) -> float:
+    """Inverse of :func:`float64_bits`. Raises ContractError for anything else."""
+    return _from_bits(bits, "f64:", ">d", 16)
+
+
+def _from_bits(bits: str, prefix: str, form: str, digits: int) -> float:
+    pattern = bits.removeprefix(prefix)
+    well_formed = bits.startswith(prefix) and len(pattern) == digits and not set(pattern) - set("0123456789abcdef")
+    if not well_formed:
+        raise ContractError(f"{bits!r} is no bit pattern: {prefix} and {digits} hexadecimal digits are needed")
+    return float(struct.unpack(form, bytes.fromhex(pattern))[0])
+
+
 def float64_bits(value: float) -> str:
     """Bit pattern of a float64, e.g. ``f64:3ff0000000000000``."""
     return "f64:" + struct.pack(">d", value).hex()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rlkernel.contract.decode import decode
+from rlkernel.contract.differences import differences
+from rlkernel.contract.profiles import PRIMITIVES
 from rlkernel.errors import ContractError
 
 CastMode = Literal["nearest_even"]
@@ -104,7 +107,7 @@ class SixPoints:
 
     def differences(self, other: SixPoints) -> list[str]:
         """Paths of the fields that differ, each with both values."""
-        return _differences(self.as_json(), other.as_json(), "")
+        return [found.sentence() for found in differences(self.as_json(), other.as_json())]
 
 
 def _plain(value: Any) -> Any:
@@ -115,37 +118,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _differences(a: Any, b: Any, path: str) -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        result = []
-        for key in sorted(a.keys() | b.keys()):
-            result += _differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        return result
-    return [] if a == b else [f"{path}: {a!r} on one side, {b!r} on the other"]
-
-
-def _build(kind: Any, data: Any, path: str) -> Any:
-    if not isinstance(data, dict):
-        raise ContractError(f"{path} is {data!r}: an object with the fields of {kind.__name__} is expected")
-    names = {item.name for item in fields(kind)}
-    unknown, missing = sorted(set(data) - names), sorted(names - set(data))
-    if unknown or missing:
-        raise ContractError(
-            f"{path}: unknown fields {unknown}, missing fields {missing}; {kind.__name__} has {sorted(names)}"
-        )
-    return data
-
-
 def points_from_json(data: Any, path: str = "entry") -> SixPoints:
-    """Strict inverse of :meth:`SixPoints.as_json`. Raises ContractError for unknown or missing fields."""
-    d = _build(SixPoints, data, path)
-    dependency = _build(Dependency, d["dependency"], f"{path}.dependency")
-    return SixPoints(
-        dependency=Dependency(tuple(dependency["inputs"]), dependency["domain"]),
-        split=Split(**_build(Split, d["split"], f"{path}.split")),
-        merge=Merge(**_build(Merge, d["merge"], f"{path}.merge")),
-        precision=Precision(**_build(Precision, d["precision"], f"{path}.precision")),
-        rounding=tuple(RoundingSite(**_build(RoundingSite, r, f"{path}.rounding")) for r in d["rounding"]),
-        primitives=tuple((role, primitive) for role, primitive in d["primitives"]),
-        constants=tuple((name, value) for name, value in d["constants"]),
-    )
+    """Strict inverse of :meth:`SixPoints.as_json`.
+
+    Raises ContractError for unknown or missing fields, other types, raw floats and primitives that are not defined.
+    """
+    points: SixPoints = decode(SixPoints, data, path)
+    for role, primitive in points.primitives:
+        if primitive not in PRIMITIVES:
+            raise ContractError(
+                f"{path}.primitives: {role} is {primitive!r}, which is not defined; there are {', '.join(PRIMITIVES)}"
+            )
+    return points

@@ -9,6 +9,9 @@ from rlkernel.errors import ContractError
 FMA, ADD, MUL, DIV, SQRT, MAX = "fma.rn.f32", "add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "max.f32"
 EXP2, EXP2_P3, LOG2 = "exp2.full", "exp2.p3", "log2.full"
 MMA_SM90, MFMA_GFX942, EX2_SM90 = "mma.bf16.sm90", "mfma.bf16.gfx942", "ex2.approx.ftz.sm90"
+COPY = "copy"
+PRIMITIVES = (FMA, ADD, MUL, DIV, SQRT, MAX, EXP2, EXP2_P3, LOG2, MMA_SM90, MFMA_GFX942, EX2_SM90, COPY)
+"""The closed set: docs/numerics.md defines each."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Callers round the results once to float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rlkernel.contract import hostmath
 from rlkernel.contract.canonical import digest, float64_bits
@@ -61,17 +61,19 @@ class Schedule:
             shape = 0.5 * (1.0 + float(hostmath.cos(hostmath.PI * progress)))
         return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * shape)
 
+    def as_json(self) -> dict[str, Any]:
+        """Every field, numbers as bit patterns: part of ``numerical_policy``."""
+        return {
+            "kind": self.kind,
+            "peak": float64_bits(self.peak),
+            "warmup_updates": self.warmup_updates,
+            "total_updates": self.total_updates,
+            "final_fraction": float64_bits(self.final_fraction),
+        }
+
     def digest(self) -> str:
-        """SHA-256 (hex) of every field, for ``numerical_policy``."""
-        return digest(
-            {
-                "kind": self.kind,
-                "peak": float64_bits(self.peak),
-                "warmup_updates": self.warmup_updates,
-                "total_updates": self.total_updates,
-                "final_fraction": float64_bits(self.final_fraction),
-            }
-        )
+        """SHA-256 (hex) of every field."""
+        return digest(self.as_json())
 
 
 @dataclass(frozen=True)

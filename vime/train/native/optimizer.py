@@ -53,7 +53,7 @@ class OptimizerConfig:
         """Plain data, numbers as bit patterns: what a checkpoint is compared by."""
         return {
             "kind": "adamw",
-            "schedule": self.schedule.digest(),
+            "schedule": self.schedule.as_json(),
             **{n: float64_bits(getattr(self, n)) for n in ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm")},
         }
 
