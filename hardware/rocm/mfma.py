@@ -101,8 +101,16 @@ def chain_bf16(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, 
     return matrix.matmul(a, b, c, torch.bfloat16, K_STEP, fused_step)
 
 
+def chain_f32_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """The fp32 MFMA's chain of fused multiply-adds along the last axis: float32 ``[..., K]``, ``c`` ``[...]``."""
+    left, right, total = a.double(), b.double(), c
+    for k in range(a.shape[-1]):
+        total = matrix.fused_multiply_add(left[..., k] * right[..., k], total.double())
+    return total
+
+
 def chain_f32(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-    """``a @ b.T`` on the fp32 MFMA: one chain of fused multiply-adds along k, ascending; the portable chain.
+    """``a @ b.T`` on the fp32 MFMA: one ascending chain of fused multiply-adds, which is the portable chain.
 
     Args:
         a: float32 ``[M, K]``; ``b``: float32 ``[N, K]``.
@@ -112,7 +120,4 @@ def chain_f32(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -
         float32 ``[M, N]``.
     """
     total = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device=a.device) if c is None else c
-    left, right = a.double(), b.double()
-    for k in range(a.shape[1]):
-        total = matrix.fused_multiply_add(left[:, k, None] * right[None, :, k], total.double())
-    return total
+    return chain_f32_rows(a[:, None, :], b[None, :, :], total)
