@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -63,7 +64,7 @@ class _StepTimes:
     def take(self) -> list[float]:
         """Durations since the last call: one a decode step (the first mark ends the prefill)."""
         marks, self.marks = self.marks, []
-        return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(marks)]
 
 
 def decode(models: Models, repeats: int) -> Iterator[Comparison]:
