@@ -1,0 +1,1 @@
+"""Accumulation-order discovery: the summation tree of any callable reduction, by numerical probing."""

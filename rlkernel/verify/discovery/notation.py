@@ -1,0 +1,351 @@
+"""Summation trees as text: a lossless compact notation with its reader, an indented listing, and a summary in words.
+
+The notation, by example (ranges are inclusive; ``x8 by 1``: 8 copies, each with leaves 1 higher than the one before)::
+
+    chain(0..63)                           ((0 + 1) + 2) + ...
+    tree(0..7)                             ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+    chain(0..56 by 8)                      every eighth leaf
+    tree(chain(0..1016 by 8) x8 by 1)      a tree of 8 strided chains
+    chain({0..15} x4 by 16)                fused adders of 16 terms and the sum so far
+
+Braces are terms that one fused adder adds at once: alone, or in a chain together with the sum so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass, field
+
+from rlkernel.errors import ContractError
+from rlkernel.verify.discovery.tree import Tree, TreeBuilder
+
+
+@dataclass(frozen=True)
+class Expression:
+    """``kind`` is ``leaf`` (``leaf`` names it), ``chain``, ``tree`` or ``terms`` (braces)."""
+
+    kind: str
+    items: tuple[Expression, ...] = field(default=(), repr=False)
+    leaf: int = -1
+
+
+def expression_of(tree: Tree) -> Expression:
+    """The shortest of the expressions that this module knows for a tree."""
+    return _Writer(tree).expression(tree.root)
+
+
+class _Writer:
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._known: dict[int, Expression] = {}
+
+    def expression(self, item: int) -> Expression:
+        if item not in self._known:
+            self._known[item] = self._shortest(item)
+        return self._known[item]
+
+    def _shortest(self, item: int) -> Expression:
+        children = self._tree.children(item)
+        if not children:
+            return Expression("leaf", leaf=item)
+        chain = self._chain(item)
+        if len(children) > 2:
+            return chain
+        choices = []
+        for level in range(2, self._tree.heights[item] + 1):
+            parts = self._padded(item, level, set())
+            if parts is None or len(parts) <= 2 ** (level - 1):
+                break
+            choices.append(Expression("tree", tuple(self.expression(part) for part in parts)))
+        return min([chain, *choices], key=lambda choice: len(compact(choice)) - len(choice.kind))
+
+    def _padded(self, item: int, level: int, shapes: set[int]) -> list[int] | None:
+        """Items of a balanced tree of at most 2^level items whose left halves are full; None where it is none."""
+        tree = self._tree
+        if level == 0 or tree.shapes[item] in shapes:
+            return [item]
+        children = tree.children(item)
+        if len(children) != 2:
+            return [item] if shapes else None
+        left = self._full(children[0], level - 1)
+        if left is None:
+            return self._padded(item, level - 1, shapes) if shapes else None
+        right = self._padded(children[1], level - 1, shapes | {tree.shapes[part] for part in left})
+        return None if right is None else left + right
+
+    def _full(self, item: int, level: int) -> list[int] | None:
+        parts = [item]
+        for _ in range(level):
+            below = [self._tree.children(part) for part in parts]
+            if any(len(children) != 2 for children in below):
+                return None
+            parts = [child for children in below for child in children]
+        return parts
+
+    def _chain(self, item: int) -> Expression:
+        steps, start = self._spine(item)
+        if not steps:
+            return Expression("terms", tuple(self.expression(child) for child in self._tree.children(item)))
+        items = [self.expression(start), *(self._step(added) for added in steps)]
+        if len(steps) > 1 and len(steps[0]) == 1:
+            onward = _shift(items[0], items[2])
+            if onward is not None and _shift(items[1], items[0]) == onward:
+                items[0], items[1] = items[1], items[0]  # the first two commute: the order that continues
+        return Expression("chain", tuple(items))
+
+    def _step(self, added: tuple[int, ...]) -> Expression:
+        if len(added) > 1:
+            return Expression("terms", tuple(self.expression(item) for item in added))
+        single = self.expression(added[0])
+        # braces would say that its terms and the sum so far are added at once
+        return Expression("tree", (single,)) if single.kind == "terms" else single
+
+    def _spine(self, item: int) -> tuple[list[tuple[int, ...]], int]:
+        """What is added, step by step, to a first item: (items of each step, first item)."""
+        tree = self._tree
+        steps: list[tuple[int, ...]] = []
+        while True:
+            children = tree.children(item)
+            if not children:
+                break
+            largest = max(children, key=lambda child: (tree.sizes[child], -tree.first_leaves[child]))
+            others = tuple(child for child in children if child != largest)
+            alike = all(tree.shapes[child] == tree.shapes[largest] for child in others)
+            if alike and len(children) > 2:
+                break  # a fused adder of equal terms: the first item
+            steps.append(others)
+            item = largest
+            if alike and tree.children(item) and len(steps) > 1:
+                # a balanced tree, or the first two items of a chain of such items
+                if tree.shapes[item] != tree.shapes[steps[-2][0]] or len(steps[-2]) > 1:
+                    steps.pop()
+                    item = tree.parents[item]
+                break
+            if alike and tree.children(item):
+                break
+        return steps[::-1], item
+
+
+def _shift(one: Expression, other: Expression) -> int | None:
+    """By how much all leaves of ``other`` lie above those of ``one``; None where the two differ in more."""
+    shift: int | None = None
+    stack = [(one, other)]
+    while stack:
+        a, b = stack.pop()
+        if a.kind != b.kind or len(a.items) != len(b.items):
+            return None
+        if a.kind == "leaf":
+            if shift is not None and b.leaf - a.leaf != shift:
+                return None
+            shift = b.leaf - a.leaf
+        stack += list(zip(a.items, b.items, strict=True))
+    return shift
+
+
+def _runs(items: tuple[Expression, ...]) -> list[tuple[Expression, int, int]]:
+    """Consecutive items that are shifted copies: (first, count, shift)."""
+    shifts = [_shift(a, b) for a, b in itertools.pairwise(items)]
+    result: list[tuple[Expression, int, int]] = []
+    k = 0
+    while k < len(items):
+        end = k
+        while end < len(shifts) and shifts[end] is not None and shifts[end] == shifts[k]:
+            end += 1
+        count = end - k + 1
+        least = 3 if items[k].kind == "leaf" else 2
+        if count >= least:
+            result.append((items[k], count, shifts[k] or 0))
+            k = end + 1
+        else:
+            result.append((items[k], 1, 0))
+            k += 1
+    return result
+
+
+def compact(tree: Tree | Expression) -> str:
+    """The tree in the compact notation; :func:`parse` is its inverse."""
+    expression = expression_of(tree) if isinstance(tree, Tree) else tree
+    if expression.kind == "leaf":
+        return str(expression.leaf)
+    inner = ", ".join(_run_text(*run) for run in _runs(expression.items))
+    return f"{{{inner}}}" if expression.kind == "terms" else f"{expression.kind}({inner})"
+
+
+def _run_text(first: Expression, count: int, shift: int) -> str:
+    if count == 1:
+        return compact(first)
+    if first.kind == "leaf":
+        last = first.leaf + shift * (count - 1)
+        return f"{first.leaf}..{last}" + (f" by {shift}" if shift != 1 else "")
+    return f"{compact(first)} x{count} by {shift}"
+
+
+def indented(tree: Tree, most: int = 40) -> str:
+    """The tree as an indented listing, one item a line, runs of shifted copies folded; cut after ``most`` lines."""
+    lines: list[str] = []
+
+    def write(expression: Expression, depth: int, suffix: str) -> None:
+        pad = "  " * depth
+        nested = any(item.kind != "leaf" for item in expression.items)
+        if expression.kind == "leaf" or not nested:
+            lines.append(f"{pad}{compact(expression)}{suffix}")
+            return
+        lines.append(f"{pad}{_word(expression.kind)}{suffix}")
+        for first, count, shift in _runs(expression.items):
+            if first.kind == "leaf":
+                lines.append(f"{pad}  {_run_text(first, count, shift)}")
+            else:
+                write(first, depth + 1, f"   x{count}, leaves {shift} higher each time" if count > 1 else "")
+
+    write(expression_of(tree), 0, "")
+    if len(lines) > most:
+        lines = [*lines[:most], f"... ({len(lines) - most} more lines)"]
+    return "\n".join(lines)
+
+
+def _word(kind: str) -> str:
+    return {"chain": "chain, one after the other:", "tree": "balanced tree of:", "terms": "added at once:"}[kind]
+
+
+def summary(tree: Tree) -> str:
+    """The form in words, leaves left out: ``tree of 8 chains of 128``."""
+    return _summary(expression_of(tree), False)
+
+
+def _summary(expression: Expression, plural: bool) -> str:
+    if expression.kind == "leaf":
+        return "inputs" if plural else "input"
+    noun = {"chain": "chain", "tree": "tree", "terms": "fused sum"}[expression.kind] + ("s" if plural else "")
+    counts: dict[str, int] = {}
+    forms: dict[str, Expression] = {}
+    for item in expression.items:
+        key = _summary(item, False)
+        counts[key] = counts.get(key, 0) + 1
+        forms.setdefault(key, item)
+    if set(counts) == {"input"}:
+        return f"{noun} of {counts['input']}"
+    parts = [f"{count} {_summary(forms[key], count > 1)}" for key, count in counts.items()]
+    if len(parts) > 3:
+        return f"{noun} of {len(expression.items)} parts of {len(parts)} forms"
+    text = f"{noun} of {' and '.join(parts)}"
+    return f"{text}" if len(parts) == 1 else f"{noun} of ({' and '.join(parts)})"
+
+
+_TOKEN = re.compile(r"\s*(-?\d+|\.\.|chain|tree|by|x|[(){},])")
+
+
+def parse(text: str, leaves: int | None = None) -> Tree:
+    """Read the compact notation.
+
+    Args:
+        text: for example ``tree(chain(0..24 by 8) x8 by 1)``.
+        leaves: number of leaves; one more than the highest that is named, without it.
+
+    Raises:
+        ContractError: the text does not follow the notation, or a leaf is missing or named twice.
+    """
+    return _Reader(text).tree(leaves)
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens: list[str] = []
+        place = 0
+        while place < len(text.rstrip()):
+            match = _TOKEN.match(text, place)
+            if match is None:
+                raise ContractError(
+                    f"a tree cannot have {text[place:].strip()[:12]!r} at character {place} of {text!r}"
+                )
+            self._tokens.append(match[1])
+            place = match.end()
+        self._next = 0
+
+    def tree(self, leaves: int | None) -> Tree:
+        expression = self._item()
+        if self._next != len(self._tokens):
+            raise self._error("the end")
+        highest = max(_leaves(expression))
+        builder = TreeBuilder(highest + 1 if leaves is None else leaves)
+        return builder.build(_join(builder, expression))
+
+    def _error(self, wanted: str) -> ContractError:
+        found = self._tokens[self._next] if self._next < len(self._tokens) else "the end"
+        return ContractError(f"{wanted} is expected where {found!r} stands (part {self._next + 1} of {self._text!r})")
+
+    def _take(self, token: str) -> bool:
+        if self._next < len(self._tokens) and self._tokens[self._next] == token:
+            self._next += 1
+            return True
+        return False
+
+    def _need(self, token: str) -> None:
+        if not self._take(token):
+            raise self._error(repr(token))
+
+    def _number(self, least: int | None = 0) -> int:
+        if self._next < len(self._tokens) and self._tokens[self._next].lstrip("-").isdigit():
+            value = int(self._tokens[self._next])
+            if least is None or value >= least:
+                self._next += 1
+                return value
+        raise self._error("a number" if least is None else f"a number from {least} on")
+
+    def _item(self) -> Expression:
+        for kind, left, right in (("chain", "(", ")"), ("tree", "(", ")"), ("terms", "{", "}")):
+            if kind == "terms" or self._take(kind):
+                if kind == "terms" and not self._take(left):
+                    break
+                if kind != "terms":
+                    self._need(left)
+                items = self._run()
+                while self._take(","):
+                    items += self._run()
+                self._need(right)
+                return Expression(kind, tuple(items))
+        return Expression("leaf", leaf=self._number())
+
+    def _run(self) -> list[Expression]:
+        first = self._item()
+        if first.kind == "leaf" and self._take(".."):
+            last = self._number()
+            step = self._number(None) if self._take("by") else 1
+            if step == 0 or (last - first.leaf) % step or (last - first.leaf) // step < 0:
+                raise ContractError(
+                    f"the range {first.leaf}..{last} by {step} of {self._text!r} does not end at {last}"
+                )
+            return [Expression("leaf", leaf=k) for k in range(first.leaf, last + (1 if step > 0 else -1), step)]
+        if self._take("x"):
+            count = self._number(1)
+            self._need("by")
+            shift = self._number(None)
+            return [_moved(first, shift * k) for k in range(count)]
+        return [first]
+
+
+def _moved(expression: Expression, shift: int) -> Expression:
+    items = tuple(_moved(item, shift) for item in expression.items)
+    return Expression(expression.kind, items, expression.leaf + shift if expression.kind == "leaf" else -1)
+
+
+def _leaves(expression: Expression) -> list[int]:
+    if expression.kind == "leaf":
+        return [expression.leaf]
+    return [leaf for item in expression.items for leaf in _leaves(item)]
+
+
+def _join(builder: TreeBuilder, expression: Expression) -> int:
+    if expression.kind == "leaf":
+        if expression.leaf >= builder.leaves:
+            raise ContractError(f"leaf {expression.leaf} is named, but there are only {builder.leaves} leaves")
+        return expression.leaf
+    if expression.kind == "chain":
+        total = _join(builder, expression.items[0])
+        for item in expression.items[1:]:
+            added = item.items if item.kind == "terms" else (item,)
+            total = builder.join(total, *(_join(builder, part) for part in added))
+        return total
+    items = [_join(builder, item) for item in expression.items]
+    return builder.join(*items) if expression.kind == "terms" else builder.balanced(items)

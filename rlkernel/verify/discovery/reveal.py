@@ -1,0 +1,343 @@
+"""Reveals the order of a reduction, and proves it: the tree, executed, must give the bits on random inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlkernel.errors import ContractError
+from rlkernel.verify.discovery.arithmetic import Arithmetic, execute
+from rlkernel.verify.discovery.details import find_arithmetic
+from rlkernel.verify.discovery.formats import Array, bits_of
+from rlkernel.verify.discovery.inputs import draw, draw_tiny
+from rlkernel.verify.discovery.probe import Masks, NotASummation, Prober, Slots, Triples, reveal_tree
+from rlkernel.verify.discovery.targets import Target, Trial
+from rlkernel.verify.discovery.tree import Tree, leaf_ranges
+
+MAX_INPUTS = 16384
+_SIGNATURES = 24
+_MOST_ORDERS = 16
+_OUTPUTS_A_BATCH = 2048
+_TINY_VECTORS = 32
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of some outputs of one call: all of them, mostly.
+
+    ``checked`` outputs were compared with the executed tree, ``differing`` of them had other bits. ``subnormals``:
+    whether sums around the smallest normal number had the tree's bits too: ``kept``, ``not kept``, ``not checked``.
+    """
+
+    where: str
+    outputs: int
+    tree: Tree
+    arithmetic: Arithmetic
+    checked: int = 0
+    differing: int = 0
+    subnormals: str = "not checked"
+
+
+@dataclass(frozen=True)
+class Revelation:
+    """What was found out about a target. ``reason`` is empty where every bit was reproduced."""
+
+    target: str
+    n: int
+    rows: int
+    columns: int
+    orders: tuple[Order, ...]
+    vectors: int
+    probes: int
+    calls: int
+    seconds: float
+    reason: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """Whether the trees, executed, gave the bits of every output that was compared."""
+        return not self.reason
+
+
+def reveal(target: Target, *, vectors: int = 1000, seed: int = 0) -> Revelation:
+    """Reveal the summation tree of every output of a target and check it by execution.
+
+    Args:
+        target: what to probe.
+        vectors: at least so many random input rows are compared.
+        seed: of the probes' pivots and of the random inputs; a tree does not depend on it.
+
+    Raises:
+        NotASummation: the probes contradict every tree, or two calls on the same input differ.
+        ContractError: more inputs than can be probed, or the call failed.
+    """
+    if target.n > MAX_INPUTS:
+        raise ContractError(f"{target.name} reduces {target.n:,} inputs; at most {MAX_INPUTS:,} can be probed")
+    started = time.perf_counter()
+    rng = np.random.default_rng(seed)
+    initial = _initial(target)
+    _require_fixed_order(target, rng)
+    labels = _alike_outputs(target, rng)
+    orders, probers = [], []
+    for label in range(int(labels.max()) + 1):
+        slots = _slots(labels == label)
+        prober = Prober(target, slots)
+        _require_all_inputs(prober, initial)
+        tree = _tree(prober, initial, rng)
+        arithmetic = find_arithmetic(prober, tree, initial or None)
+        orders.append(Order(_where(labels == label), int((labels == label).sum()), tree, arithmetic))
+        probers.append(prober)
+    orders, used = _check(target, orders, labels, vectors, rng)
+    reason = ""
+    for order, prober in zip(orders, probers, strict=True):
+        if order.differing and not reason:
+            reason = _reason(order, prober, initial, rng)
+    return Revelation(
+        target.name,
+        target.n,
+        target.rows,
+        target.columns,
+        tuple(orders),
+        used,
+        sum(prober.probes for prober in probers),
+        sum(prober.calls for prober in probers),
+        time.perf_counter() - started,
+        reason,
+    )
+
+
+def _initial(target: Target) -> float:
+    """What comes out where every input is zero: the constant that the reduction starts from."""
+    if target.positive:
+        return 0.0
+    values = target.sums(np.zeros((target.rows, target.n)))
+    first = float(values.flat[0])
+    if not (np.isfinite(values).all() and (values == first).all()):
+        raise NotASummation(
+            f"{target.name} gives {float(values.min())!r} to {float(values.max())!r} where every input is 0; a sum "
+            "starts from one finite constant"
+        )
+    if first == 0:
+        return 0.0
+    form = target.input_format
+    smallest = abs(first) * 2.0**-72
+    if float(form.round(np.array([first]))[0]) != first or smallest < 2.0**form.smallest_exponent:
+        raise NotASummation(
+            f"{target.name} starts from {first!r}; its place in the order can be probed only if {target.dtype} holds "
+            "it and numbers 2^72 times smaller"
+        )
+    return first
+
+
+def _require_fixed_order(target: Target, rng: np.random.Generator) -> None:
+    trial = target.trial(lambda count: draw(target, count, rng))
+    one = bits_of(target.outputs(trial))
+    for _ in range(3):
+        other = bits_of(target.outputs(trial))
+        if not np.array_equal(one, other):
+            count = int((one != other).sum())
+            raise NotASummation(
+                f"{target.name} is not deterministic: {count} of {one.size} outputs differ between two calls on the "
+                "same input; it has no fixed order"
+            )
+
+
+def _alike_outputs(target: Target, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """A number for every output [rows, columns]: equal numbers gave equal bits on equal operands."""
+    shape = (target.rows, target.columns)
+    if target.rows == 1 and (target.columns == 1 or not target.columns_alike):
+        return np.zeros(shape, dtype=np.int64)
+    signature = np.zeros(shape, dtype=np.uint64)
+    row_vectors = draw(target, _SIGNATURES, rng)
+    column_vectors = draw(target, _SIGNATURES, rng) if target.operands == 2 else None
+    for k in range(_SIGNATURES):
+        column = None if column_vectors is None else column_vectors[k]
+        bits = bits_of(target.outputs(target.alike(row_vectors[k], column))).astype(np.uint64)
+        if not target.columns_alike:
+            bits = np.broadcast_to((bits * rng.integers(1, 1 << 62, bits.shape[1]).astype(np.uint64) * 2 + 1).sum(
+                axis=1, keepdims=True, dtype=np.uint64), shape)  # fmt: skip
+        signature = signature * np.uint64(0x9E3779B97F4A7C15) + bits
+    _, labels = np.unique(signature, return_inverse=True)
+    labels = labels.reshape(shape)
+    count = int(labels.max()) + 1
+    if count > _MOST_ORDERS:
+        raise NotASummation(
+            f"{target.name}: outputs with the same operands have {count} different results in one call, so their order "
+            f"depends on their place; at most {_MOST_ORDERS} orders are told apart"
+        )
+    by_count = np.argsort(-np.bincount(labels.reshape(-1)), kind="stable")
+    rank = np.empty_like(by_count)
+    rank[by_count] = np.arange(count)
+    return rank[labels]
+
+
+def _slots(mask: npt.NDArray[np.bool_]) -> Slots:
+    column = int(np.argmax(mask.sum(axis=0)))
+    return Slots(tuple(int(row) for row in np.flatnonzero(mask[:, column])), column)
+
+
+def _where(mask: npt.NDArray[np.bool_]) -> str:
+    if mask.all():
+        return "all outputs"
+    rows, columns = mask.any(axis=1), mask.any(axis=0)
+    parts = []
+    if not rows.all():
+        parts.append(f"rows {leaf_ranges(np.flatnonzero(rows).tolist())}")
+    if not columns.all():
+        parts.append(f"columns {leaf_ranges(np.flatnonzero(columns).tolist())}")
+    if int(mask.sum()) != int(rows.sum()) * int(columns.sum()):
+        parts.append(f"{int(mask.sum())} outputs there")
+    return ", ".join(parts)
+
+
+def _require_all_inputs(prober: Prober, initial: float) -> None:
+    """Every input must reach the output once, and unscaled."""
+    target = prober.target
+    if target.positive:
+        return
+    value = 2.0 ** (np.ceil(np.log2(abs(initial))) + 12) if initial else 1.0
+    left = prober.sums_of([{leaf: value} for leaf in range(target.n)])
+    missing = np.flatnonzero(np.abs(left) <= 4 * abs(initial)) if initial else np.flatnonzero(left == 0)
+    if missing.size:
+        raise NotASummation(
+            f"{target.name}: inputs {leaf_ranges(missing.tolist())} do not reach the output; reveal the order of the "
+            "others alone"
+        )
+    scaled = np.flatnonzero(np.abs(left - value) > 4 * abs(initial))
+    if scaled.size:
+        leaf = int(scaled[0])
+        raise NotASummation(
+            f"{target.name} is no plain sum: {value:g} at input {leaf} and 0 elsewhere gives {left[leaf]!r} "
+            f"({scaled.size} of {target.n} inputs)"
+        )
+
+
+def _tree(prober: Prober, initial: float, rng: np.random.Generator) -> Tree:
+    target = prober.target
+    if target.positive:
+        return reveal_tree(Triples(prober), target.n, target.name, rng, triples=True)
+    countable = target.input_format.countable
+    if target.output == "bfloat16" or (initial and target.input_format.bits < 24):
+        countable = min(countable, 32 if initial else 128)
+    attempts = [countable] if target.n <= 128 else sorted({countable, min(countable, 128)}, reverse=True)
+    for last, count in zip([False] * (len(attempts) - 1) + [True], attempts, strict=True):
+        try:
+            return reveal_tree(Masks(prober, count, initial), target.n, target.name, rng, initial=bool(initial))
+        except NotASummation:
+            # an accumulator narrower than the inputs cannot count further: count in smaller parts
+            if last:
+                raise
+    raise AssertionError("no attempt was made")
+
+
+def _check(
+    target: Target, orders: list[Order], labels: npt.NDArray[np.int64], vectors: int, rng: np.random.Generator
+) -> tuple[list[Order], int]:
+    """Compare the executed trees with the target on random inputs; returns the orders with their counts."""
+    calls = max(4, -(-vectors // target.rows))
+    counts = _compare(target, orders, labels, calls, lambda count: draw(target, count, rng), rng)
+    tiny: list[tuple[int, int]] = [(0, 0)] * len(orders)
+    if not (target.positive or target.dtype == "float64" or any(order.tree.fused for order in orders)):
+        tiny = _compare(
+            target, orders, labels, -(-_TINY_VECTORS // target.rows), lambda count: draw_tiny(target, count, rng), rng
+        )
+    result = []
+    for order, (checked, differing), (seen, lost) in zip(orders, counts, tiny, strict=True):
+        subnormals = "not checked" if not seen else "not kept" if lost else "kept"
+        result.append(replace(order, checked=checked, differing=differing, subnormals=subnormals))
+    return result, calls * target.rows
+
+
+def _compare(
+    target: Target,
+    orders: list[Order],
+    labels: npt.NDArray[np.int64],
+    calls: int,
+    vectors: Callable[[int], Array],
+    rng: np.random.Generator,
+) -> list[tuple[int, int]]:
+    """(outputs compared, outputs that differ) of every order, over so many calls with random operands."""
+    counts = [(0, 0)] * len(orders)
+    waiting: list[_Seen] = []
+    for call in range(calls):
+        trial = target.trial(vectors)
+        waiting.append(_Seen(trial, target.outputs(trial), *_places(target, rng)))
+        if sum(seen.rows.size for seen in waiting) < _OUTPUTS_A_BATCH and call < calls - 1:
+            continue
+        for label, order in enumerate(orders):
+            checked, differing = counts[label]
+            more, wrong = _differing(target, order, [seen.only(labels, label) for seen in waiting])
+            counts[label] = (checked + more, differing + wrong)
+        waiting = []
+    return counts
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Outputs of one call that are compared."""
+
+    trial: Trial
+    outputs: Array
+    rows: Array
+    columns: Array
+
+    def only(self, labels: npt.NDArray[np.int64], label: int) -> _Seen:
+        chosen = labels[self.rows, self.columns] == label
+        return replace(self, rows=self.rows[chosen], columns=self.columns[chosen])
+
+
+def _places(target: Target, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Rows and columns of the outputs of a call that are compared: all, or a random choice of many."""
+    total = target.rows * target.columns
+    places = np.arange(total)
+    if total > _OUTPUTS_A_BATCH:
+        places = np.unique(np.concatenate([[0, total - 1], rng.integers(0, total, _OUTPUTS_A_BATCH - 2)]))
+    rows, columns = np.divmod(places, target.columns)
+    return rows, columns
+
+
+def _differing(target: Target, order: Order, batch: list[_Seen]) -> tuple[int, int]:
+    """(outputs compared, outputs that differ) of one order."""
+    operands = [target.operands_at(seen.trial, seen.rows, seen.columns) for seen in batch]
+    a = np.concatenate([first for first, _ in operands])
+    if not a.shape[0]:
+        return 0, 0
+    b = None if operands[0][1] is None else np.concatenate([second for _, second in operands if second is not None])
+    sums = execute(order.tree, order.arithmetic, a, b)
+    place = wrong = 0
+    for seen in batch:
+        own = sums[place : place + seen.rows.size]
+        place += seen.rows.size
+        with np.errstate(all="ignore"):
+            expected = target.finish(own, seen.trial, seen.rows, seen.columns)
+        wrong += int((bits_of(expected) != bits_of(seen.outputs[seen.rows, seen.columns])).sum())
+    return place, wrong
+
+
+def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generator) -> str:
+    """Why a tree does not reproduce the bits: looks for an order that depends on the data."""
+    target = prober.target
+    share = f"{order.differing:,} of {order.checked:,} outputs have other bits than the revealed tree gives"
+    if not target.positive and not initial and target.n > 1:
+        pairs = [tuple(int(k) for k in rng.choice(target.n, 2, replace=False)) for _ in range(64)]
+        sizes = [order.tree.sizes[order.tree.meeting(i, j)] for i, j in pairs]
+        countable = min(128, target.input_format.countable)
+        variants: list[tuple[str, Callable[[], Masks]]] = [
+            ("signs of its inputs", lambda: Masks(prober, countable, flipped=True)),
+            ("size of its inputs", lambda: Masks(prober, countable, scale=2.0**-4)),
+        ]
+        for what, make in variants:
+            try:
+                found = make()([(i, j) for i, j in pairs])
+            except NotASummation:
+                found = []
+            if found != sizes:
+                return f"{target.name}: {share}; its order depends on the {what}"
+    return (
+        f"{target.name} is not reproduced by a summation tree: {share}. Its partial sums are not plain roundings to "
+        f"{order.arithmetic.accumulator} (compensated or wider somewhere, or an order that depends on the data)"
+    )

@@ -1,0 +1,182 @@
+"""What can be probed: a reduction with ``n`` inputs, seen through one interface whatever its call looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlkernel.errors import ContractError
+from rlkernel.verify.discovery.formats import Array, Float64, Format, number_format
+
+Call = Callable[[Array, Array | None], Array]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One random input of a target: first operands [rows, n], second ones as the target takes them (None for a sum)."""
+
+    a: Array
+    b: Array | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reduction over ``n`` inputs that one call computes for ``rows`` x ``columns`` outputs.
+
+    ``call(a, b)`` takes carriers (see ``formats``) and returns carriers [rows, columns]: a [rows, n] are summands where
+    ``operands`` is 1 (b is None); where it is 2, a and b [n, columns] are the factors of the products that are added.
+    """
+
+    name: str
+    n: int
+    call: Call
+    rows: int = 1
+    columns: int = 1
+    operands: int = 1
+    dtype: str = "float32"
+    output: str = "float32"
+
+    positive = False
+    """Whether only sums of values that are not negative can be formed: then probes use no -M."""
+    columns_alike = True
+    """Whether outputs of one row and different columns are equal where the operands are."""
+
+    def __post_init__(self) -> None:
+        number_format(self.dtype)
+        number_format(self.output)
+        for name in ("n", "rows", "columns"):
+            if getattr(self, name) < 1:
+                raise ContractError(f"{self.name} has {name} = {getattr(self, name)}; at least 1 is needed")
+
+    @property
+    def input_format(self) -> Format:
+        """Format of the operands."""
+        return number_format(self.dtype)
+
+    def outputs(self, trial: Trial) -> Array:
+        """Carriers [rows, columns] of one call.
+
+        Raises:
+            ContractError: the call raised, or returned another shape.
+        """
+        try:
+            result = np.asarray(self.call(trial.a, trial.b))
+        except Exception as error:  # a user's function may raise anything
+            raise ContractError(f"{self.name} raised {type(error).__name__}: {error}") from error
+        if result.size != self.rows * self.columns:
+            raise ContractError(
+                f"{self.name} returned an array of shape {list(result.shape)} for {self.rows} rows of {self.n} inputs; "
+                f"{self.rows} x {self.columns} outputs were expected"
+            )
+        return result.reshape(self.rows, self.columns).astype(number_format(self.output).carrier, copy=False)
+
+    def sums(self, terms: Float64, factor: float = 1.0) -> Float64:
+        """The sums of given terms: terms [rows, n] times the same factor for every input -> float64 [rows, columns]."""
+        carrier = self.input_format.carrier
+        b = None if self.operands == 1 else np.full((self.n, self.columns), factor, dtype=carrier)
+        return self.outputs(Trial(terms.astype(carrier), b)).astype(np.float64)
+
+    def alike(self, row: Array, column: Array | None) -> Trial:
+        """An input in which every output has the same operands: row [n] and column [n]."""
+        a = np.ascontiguousarray(np.broadcast_to(row, (self.rows, self.n)))
+        if column is None:
+            return Trial(a, None)
+        return Trial(a, np.ascontiguousarray(np.broadcast_to(column[:, None], (self.n, self.columns))))
+
+    def trial(self, draw: Callable[[int], Array]) -> Trial:
+        """An input whose rows and columns all differ; ``draw(m)`` gives m random vectors [m, n]."""
+        a = draw(self.rows)
+        return Trial(a, None if self.operands == 1 else np.ascontiguousarray(draw(self.columns).T))
+
+    def operands_at(self, trial: Trial, rows: Array, columns: Array) -> tuple[Array, Array | None]:
+        """Operands of P outputs, each [P, n]."""
+        return trial.a[rows], None if trial.b is None else trial.b[:, columns].T
+
+    def finish(self, sums: Array, trial: Trial, rows: Array, columns: Array) -> Array:
+        """Outputs [P] that follow from the sums [P]; here the sums themselves."""
+        return sums
+
+
+def function_target(
+    function: Callable[..., Any],
+    name: str,
+    *,
+    n: int,
+    rows: int | None = None,
+    columns: int | None = None,
+    operands: int = 1,
+    dtype: str = "float32",
+    output: str | None = None,
+    library: str = "numpy",
+    device: str = "cpu",
+    transposed: bool = False,
+    arguments: dict[str, Any] | None = None,
+) -> Target:
+    """A target from a plain function.
+
+    Args:
+        function: of one array (a sum: [n], or [rows, n] reduced over its last axis) or of two (products: [n] and [n],
+            or matrices [rows, n] and [n, columns]).
+        name: for messages.
+        n: inputs that are reduced.
+        rows, columns: None for vectors.
+        dtype: of the inputs.
+        output: of the result; that of the inputs without it.
+        library: ``numpy`` or ``torch``: what the function takes.
+        device: of torch tensors.
+        transposed: the second matrix is given as [columns, n], as linear layers take it.
+        arguments: more keyword arguments.
+
+    Raises:
+        ContractError: a combination that does not exist, or a device that torch does not have.
+    """
+    number_format(dtype)
+    named = arguments or {}
+    if library == "numpy" and (device != "cpu" or dtype == "bfloat16"):
+        raise ContractError(f"NumPy has no {'bfloat16' if device == 'cpu' else 'device ' + device}; use torch")
+    wrap, unwrap = (_numpy_conversion(dtype)) if library == "numpy" else _torch_conversion(dtype, device)
+
+    def call(a: Array, b: Array | None) -> Array:
+        first = wrap(a if rows is not None else a[0])
+        if b is None:
+            return unwrap(function(first, **named))
+        if columns is None:
+            return unwrap(function(first, wrap(np.ascontiguousarray(b[:, 0])), **named))
+        return unwrap(function(first, wrap(np.ascontiguousarray(b.T) if transposed else b), **named))
+
+    return Target(name, n, call, rows or 1, columns or 1, operands, dtype, output or dtype)
+
+
+def _numpy_conversion(dtype: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
+    carrier = number_format(dtype).carrier
+
+    def unwrap(value: Any) -> Array:
+        result = np.asarray(value)
+        return result.astype(np.float64 if result.dtype == np.float64 else np.float32)
+
+    return lambda array: array.astype(dtype if dtype == "float16" else carrier), unwrap
+
+
+def _torch_conversion(dtype: str, device: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
+    import torch
+
+    kind = getattr(torch, dtype)
+    try:
+        torch.empty(1, dtype=kind, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ContractError(f"torch cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
+
+    def wrap(array: Array) -> Any:
+        return torch.from_numpy(array).to(device=device, dtype=kind)
+
+    def unwrap(value: Any) -> Array:
+        if not isinstance(value, torch.Tensor):
+            return np.asarray(value, dtype=np.float64)
+        wide = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+        result: Array = wide.cpu().numpy()
+        return result
+
+    return wrap, unwrap
