@@ -7,6 +7,7 @@ the weight gradients in the host's buffers, and returns the gradients of the inp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,11 @@ from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 
 Array = NDArray[np.float32]
+
+
+def _matrix(x: Array) -> Array:
+    """[N, ...] as [N, width]; also where N is 0."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 class RegionOp(Protocol):
@@ -109,13 +115,13 @@ class ColumnParallel:
         parts, first = [], 0
         for width in self._widths(region, host):
             part = np.ascontiguousarray(y[:, first : first + width])
-            parts.append(part.reshape(len(y), -1, host.config.head_dim) if self._heads else part)
+            parts.append(part.reshape(len(y), width // host.config.head_dim, host.config.head_dim) if self._heads else part)
             first += width
         return parts
 
     def backward(self, region: Region, saved: Array, grads: Sequence[Array], host: Host) -> tuple[Array]:
         assert host.gradients is not None
-        flat = [np.ascontiguousarray(g.reshape(len(g), -1)) for g in grads]
+        flat = [np.ascontiguousarray(_matrix(g)) for g in grads]
         matrices = [name for name in region.weights if name.endswith(".weight")]
         biases = [name for name in region.weights if name.endswith(".bias")]
         for name, dy in zip(matrices, flat, strict=True):
@@ -135,7 +141,7 @@ class RowParallel:
         self._heads = heads
 
     def forward(self, region: Region, inputs: Sequence[Array], host: Host) -> tuple[tuple[Array], Any]:
-        x = inputs[0].reshape(len(inputs[0]), -1)
+        x = _matrix(inputs[0])
         y = gemm.matmul(x, host.weights.rows(region), host.workers, leaves=host.tp, bf16=host.bf16)
         return (y,), x
 
@@ -144,7 +150,7 @@ class RowParallel:
         (dy,) = grads
         gemm.weight_gradient(dy, saved, host.gradients.buffer(region.weights[0]), host.workers)
         dx = gemm.matmul(dy, host.weights.columns(region), host.workers, bf16=host.bf16)
-        return (dx.reshape(len(dx), -1, host.config.head_dim) if self._heads else dx,)
+        return (dx.reshape(len(dx), host.config.num_heads, host.config.head_dim) if self._heads else dx,)
 
 
 class Rope:
@@ -178,7 +184,7 @@ class Attention:
             attention.append_kv(k, v, k_pages, v_pages, host.state.slots, host.workers)
             table = host.state.block_table
         else:
-            if not np.array_equal(positions[starts[:-1]], np.zeros(len(starts) - 1, np.int32)):
+            if positions[starts[:-1][starts[1:] > starts[:-1]]].any():  # an empty sequence has no first row
                 raise NumericsError("a batch without KV state must hold whole sequences, from position 0")
             k_pages, v_pages, table = attention.pages_from_sequences(k, v, starts)
         out, lse2 = attention.attention(q, k_pages, v_pages, table, starts, positions, scale2, host.workers, host.bf16)

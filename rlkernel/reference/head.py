@@ -79,7 +79,7 @@ def _leaves(points: SixPoints, z: Tensor, exp2: Unary) -> _Sums:
     size = points.split.leaf_size
     multiple = int(points.constant("padding_multiple"))
     padding = -z.shape[1] % multiple
-    padded = torch.nn.functional.pad(z, (0, padding), value=NEGATIVE_INFINITY).reshape(len(z), -1, size)
+    padded = torch.nn.functional.pad(z, (0, padding), value=NEGATIVE_INFINITY).reshape(len(z), (z.shape[1] + padding) // size, size)
     real = torch.nn.functional.pad(torch.ones_like(z, dtype=torch.bool), (0, padding)).reshape(padded.shape)
     m = torch.full(padded.shape[:2], NEGATIVE_INFINITY, device=z.device)
     for column in range(size):
@@ -93,7 +93,7 @@ def _leaves(points: SixPoints, z: Tensor, exp2: Unary) -> _Sums:
 
 def _shards(points: SixPoints, leaves: _Sums, exp2: Unary) -> _Sums:
     shards = points.split.shards
-    m, s, u = (x.reshape(len(x), shards, -1) for x in (leaves.m, leaves.s, leaves.u))
+    m, s, u = (x.reshape(len(x), shards, x.shape[1] // shards) for x in (leaves.m, leaves.s, leaves.u))
     largest = m[:, :, 0]
     for leaf in range(1, m.shape[2]):
         largest = maximum(largest, m[:, :, leaf])

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from rlkernel.contract.points import MergeOrder, SixPoints
@@ -75,7 +76,7 @@ def chain(points: SixPoints, a: torch.Tensor, b: torch.Tensor, start: torch.Tens
 def _chain(primitive: MultiplyAccumulate, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
     if a.shape[-1] != b.shape[-1]:
         raise ContractError(f"the reduced axes have {a.shape[-1]} and {b.shape[-1]} elements; they must be equal")
-    shape = torch.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+    shape = torch.Size(np.broadcast_shapes(a.shape[:-1], b.shape[:-1]))  # torch's own is slow
     if start is None:
         start = torch.zeros(shape, dtype=torch.float32, device=a.device)
     elif start.shape != shape or start.dtype != torch.float32:

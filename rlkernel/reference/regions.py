@@ -6,6 +6,7 @@ float32 at the ports (bfloat16 values on their grid) and torch tensors on ``devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,11 @@ class Interpreter:
 def array(tensor: Tensor) -> Any:
     """NumPy array of a tensor."""
     return tensor.cpu().numpy()
+
+
+def matrix(x: Array) -> Array:
+    """[N, ...] as [N, width]; also where N is 0."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def output(points: SixPoints, value: Tensor) -> Tensor:
@@ -165,18 +171,19 @@ class ReferenceLinear(ReferenceOp):
     def forward(self, region: Region, inputs: Sequence[Array], host: Host) -> tuple[tuple[Array, ...], Any]:
         points = self.entry(host, region.kind)
         names, biases = self._matrices(region)
-        x = self.interpreter.tensor(inputs[0].reshape(len(inputs[0]), -1))
+        x = self.interpreter.tensor(matrix(inputs[0]))
         outputs = []
         for index, name in enumerate(names):
             bias = self.interpreter.weight(host, biases[index]) if biases else None
             y = array(output(points, matmul(points, x, self.interpreter.weight(host, name), bias=bias)))
-            outputs.append(y.reshape(len(y), -1, host.config.head_dim) if region.kind == "qkv_proj" else y)
+            depth = host.config.head_dim
+            outputs.append(y.reshape(len(y), y.shape[1] // depth, depth) if region.kind == "qkv_proj" else y)
         return tuple(outputs), x
 
     def backward(self, region: Region, saved: Tensor, grads: Sequence[Array], host: Host) -> tuple[Array]:
         points, wgrad = self.entry(host, region.kind), self.entry(host, f"{region.kind}.wgrad")
         names, biases = self._matrices(region)
-        flat = [self.interpreter.tensor(g.reshape(len(g), -1)) for g in grads]
+        flat = [self.interpreter.tensor(matrix(g)) for g in grads]
         for name, dy in zip(names, flat, strict=True):
             running = self.interpreter.tensor(self.grad(host, name))
             self.grad(host, name)[:] = array(continued(wgrad, dy, saved, running))
@@ -191,7 +198,8 @@ class ReferenceLinear(ReferenceOp):
             order = torch.from_numpy(dgrad_order(region, shapes, host.config.num_kv_heads, host.tp))
             weights, fused = weights[order.to(weights.device)], fused[:, order.to(fused.device)]
         dx = array(output(points, matmul(points, fused, weights.T.contiguous())))
-        return (dx.reshape(len(dx), -1, host.config.head_dim) if region.kind == "o_proj" else dx,)
+        heads = (len(dx), host.config.num_heads, host.config.head_dim)
+        return (dx.reshape(heads) if region.kind == "o_proj" else dx,)
 
 
 class ReferenceRope(ReferenceOp):
