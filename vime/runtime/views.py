@@ -19,7 +19,10 @@ from vime.store.run_directory import CONTRACT_NAME, EVIDENCE_NAME, RunDirectory
 def identities_of(directory: RunDirectory) -> dict[str, dict[str, str]]:
     """Identities of all sides, as logged; empty before they were exchanged."""
     contract = directory.timeline.state.contract
-    return {} if contract is None else {side: dict(found) for side, found in contract.sides.items()}
+    if contract is None:
+        return {}
+    sides = sorted(contract.sides, key=lambda side: (side != "trainer", side))
+    return {side: dict(contract.sides[side]) for side in sides}
 
 
 def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) -> None:
@@ -66,6 +69,7 @@ def rewrite_report(
 ) -> None:
     """report.html of a finished run, from what its processes left: the last of them may have died before writing it."""
     contract, evidence = (_read(directory.path / name) for name in (CONTRACT_NAME, EVIDENCE_NAME))
+    evidence = {side: evidence[side] for side in ("trainer", *sorted(evidence)) if side in evidence}
     _write_report(directory, prepared, contract, evidence, reports, evaluations, "finished", "")
 
 
