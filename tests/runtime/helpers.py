@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from vime.cli.main import invoke
+from vime.errors import InvariantViolation
 from vime.pipeline.loading import load_text
 from vime.pipeline.prepare import Prepared, prepare
 from vime.runtime import run_loop
@@ -51,9 +51,16 @@ def rows(namespace: Namespace, *, count: int = ROWS) -> Sequence[Mapping[str, An
     return [{"text": f"{marks}{'+' * (n % 3)}{n:03d}="} for n in range(count)]
 
 
+class Judge:
+    """What :func:`reward` adds for one sample; a test changes it to give one other reward."""
+
+    generous_to: str = ""
+
+
 def reward(prompt: Prompt, sample: GeneratedSample, text: str) -> float:
     """Something that differs between samples and depends on every token."""
-    return float(sum((place + 1) * token for place, token in enumerate(sample.token_ids)) % 7) / 7.0
+    extra = 0.125 if str(sample.sample_id) == Judge.generous_to else 0.0
+    return float(sum((place + 1) * token for place, token in enumerate(sample.token_ids)) % 7) / 7.0 + extra
 
 
 def prepared(directory: Path, *overrides: str) -> Prepared:
@@ -150,14 +157,25 @@ class Commands:
         return code, captured.out + captured.err
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of an object for a while."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+def caught(ended: Ended, *texts: str, trained: int, kind: type[Exception] = InvariantViolation, code: int = 1) -> None:
+    """Exit code, error type and sentence are right, and exactly ``trained`` steps were trained before it."""
+    assert isinstance(ended.error, kind), (ended.error, ended.message)
+    assert ended.code == code
+    for text in texts:
+        assert text in ended.message, ended.message
+    assert ended.count("step_trained") == trained
+    assert ended.count("run_finished") == 0
+    # the log says why, so that whoever comes later can read it
+    reasons = [event.reason for event in ended.events if event.type == "run_interrupted"]
+    assert len(reasons) == 1 and all(text in reasons[0] for text in texts)
+
+
+def clean(ended: Ended | RunOutcome, steps: int = 2) -> None:
+    """The run ended well, every step compared all its tokens, and not one bit differed."""
+    code = ended.code if isinstance(ended, Ended) else ended.exit_code
+    assert code == 0, ended.message
+    assert len(ended.reports) == steps
+    for report in ended.reports:
+        assert report["compared_tokens"] == report["num_tokens"] > 0
+        assert (report["mismatch_count"], report["distribution_mismatch_count"], report["nonfinite_count"]) == (0, 0, 0)
+        assert (report["ratio_min"], report["ratio_max"], report["diagnosis"]) == (1.0, 1.0, None)

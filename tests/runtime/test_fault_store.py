@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.helpers import Commands, run
+from tests.runtime.helpers import run
 from vime.errors import InvariantViolation
 from vime.store.run_directory import RunView
 from vime.store.verify import verify_run
@@ -31,11 +31,6 @@ def whole(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
-
-
-@pytest.fixture
-def vime(tmp_path, monkeypatch, capsys) -> Commands:
-    return Commands(tmp_path, monkeypatch, capsys)
 
 
 def test_an_intact_copy_is_equal_and_verified(vime, whole, copy):

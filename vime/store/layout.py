@@ -25,7 +25,8 @@ RESPONSE_OFFSETS = "response_offsets"
 PER_SAMPLE = ("prompt_index", "k", "rewards", "advantages")
 OBSERVED_ARRAYS = ("sampled_at",)
 """Arrays of wall times, which nothing compares."""
-ORDER = ("prompt_tokens", "tokens", "weight_version", "kv_oldest", "kv_newest", "rollout_logprobs", "rollout_digests")
+ORDER = ("prompt_tokens", "tokens", "weight_version", "kv_oldest", "kv_newest", "rollout_logprobs", "rollout_digests",
+         "rollout_entropies", "rewards")  # fmt: skip
 """Where to look first for a difference: causes before consequences."""
 
 Axis = Literal["token", "prompt_token", "sample", "none"]

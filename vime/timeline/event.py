@@ -23,8 +23,8 @@ class Scope(Enum):
     """Where an event counts.
 
     ``RUN``: what the run computed; compared by diff and replay, hashed into the run digest.
-    ``SCHEDULING``: how the machinery got there (starts, aborts, transfers to each engine). Checked by the invariants
-    when it happens and compared where a replay makes it again, but two equal runs may differ in it.
+    ``SCHEDULING``: how the machinery got there (starts, aborts, transfers to each engine, checkpoints). Checked by the
+    invariants when it happens and compared where a replay makes it again, but two equal runs may differ in it.
     ``BOOKKEEPING``: what befell the processes; in the log, and nowhere compared.
     """
 

@@ -300,9 +300,13 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """Everything that the next step depends on is on disk: ``files`` name -> SHA-256."""
+    """Everything that the next step depends on is on disk: ``files`` name -> SHA-256.
+
+    How often one is written is nothing that a run computes: equal runs may differ in it.
+    """
 
     type: ClassVar[str] = "checkpoint_written"
+    scope: ClassVar[Scope] = Scope.SCHEDULING
     barrier: ClassVar[bool] = True
     step: int
     files: Mapping[str, str]
