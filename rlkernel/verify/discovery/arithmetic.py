@@ -12,6 +12,7 @@ from rlkernel.verify.discovery.formats import (
     Array,
     Float64,
     Format,
+    add_to_float32,
     add_to_odd,
     fma64,
     number_format,
@@ -42,7 +43,8 @@ class Arithmetic:
     ``exceptions``: nodes (by their index) whose sum is rounded to another format than ``accumulator``.
     ``operand_bits``: significand bits that are kept of every factor or summand, rounded by ``operand_mode``.
     ``fused``: leaves whose product enters its addition unrounded. ``starts_at_zero``: a +0 is added somewhere, so that
-    a sum of -0 is +0. ``initial``: the value of the last leaf, where the reduction starts from a constant.
+    a sum of -0 is +0 (None: it cannot be seen). ``initial``: the value of the last leaf, where there is a constant that
+    the reduction starts from.
     """
 
     inputs: str
@@ -52,7 +54,7 @@ class Arithmetic:
     operand_mode: Mode = "nearest"
     products: bool = False
     fused: frozenset[int] = field(default_factory=frozenset)
-    starts_at_zero: bool = False
+    starts_at_zero: bool | None = False
     initial: float | None = None
     adder: FusedAdder | None = None
     exceptions: tuple[tuple[int, str], ...] = ()
@@ -71,7 +73,8 @@ class Arithmetic:
                 f"fused adders keep {self.adder.fraction_bits} bits below the largest exponent, "
                 f"then {'round to nearest' if self.adder.mode == 'nearest' else 'truncate'}"
             )
-        parts.append("starts from +0" if self.starts_at_zero else "no initial +0")
+        if self.starts_at_zero is not None and self.initial is None:
+            parts.append("starts from +0" if self.starts_at_zero else "no initial +0")
         if self.initial is not None:
             parts.append(f"starts from the constant {self.initial!r}")
         return "; ".join(parts)
@@ -162,7 +165,11 @@ class _Execution:
                     raise ContractError("two unrounded float64 products in one addition are not modelled")
                 return fma64(self._a[fused[0]], self._b[fused[0]], terms[0])
             terms += [self._a[leaf] * self._b[leaf] for leaf in fused]
-        return terms[0] + terms[1] if form.name == "float64" else form.round(add_to_odd(terms[0], terms[1]))
+        if form.name == "float64":
+            return terms[0] + terms[1]
+        if form.name == "float32":
+            return add_to_float32(terms[0], terms[1])
+        return form.round(add_to_odd(terms[0], terms[1]))
 
     def _fused_adder(self, children: tuple[int, ...], values: dict[int, Array]) -> Array:
         adder = self._arithmetic.adder

@@ -7,6 +7,7 @@ import numpy as np
 from rlkernel.verify.discovery.arithmetic import Arithmetic, FusedAdder, Mode
 from rlkernel.verify.discovery.formats import number_format
 from rlkernel.verify.discovery.probe import NotASummation, Prober
+from rlkernel.verify.discovery.targets import PositiveTarget
 from rlkernel.verify.discovery.tree import Tree
 
 _KEPT_BITS = {52: "float64", 23: "float32", 10: "float16", 7: "bfloat16"}
@@ -21,10 +22,12 @@ def find_arithmetic(prober: Prober, tree: Tree, initial: float | None) -> Arithm
     """
     target = prober.target
     products = target.operands == 2
-    if target.positive:
-        fused = frozenset(range(target.n)) if products else frozenset()
+    if isinstance(target, PositiveTarget):
+        fused = _fused_squares(prober, tree, target) if products else frozenset()
         bits = target.input_format.bits
-        return Arithmetic(target.dtype, "float32", target.output, bits, products=products, fused=fused)
+        return Arithmetic(
+            target.dtype, "float32", target.output, bits, products=products, fused=fused, starts_at_zero=None
+        )
     accumulator = _accumulator(prober, tree, initial or 0.0)
     bits, mode = _operands(prober, initial or 0.0)
     exceptions = () if initial else _exceptions(prober, tree, accumulator)
@@ -111,7 +114,7 @@ def _cancelling(tree: Tree, node: int, bit: int) -> dict[int, float]:
 def _operands(prober: Prober, initial: float) -> tuple[int, Mode]:
     """Significand bits that are kept of an input, and how the others are dropped."""
     form = prober.target.input_format
-    if prober.target.n == 1 or initial:
+    if prober.target.n == 1 or initial or (prober.target.noise and prober.target.n == 2):
         return form.bits, "nearest"
     tests = list(range(form.bits - 1, 1, -1))
     left = prober.sums_of([{0: 1.0 + 2.0**-bit, 1: -1.0} for bit in tests])
@@ -146,6 +149,22 @@ def _fused_products(prober: Prober, tree: Tree, bits: int) -> frozenset[int]:
         rows.append({leaf: factor, sibling: -1.0})
     left = prober.sums_of(rows, factor=factor)
     return frozenset(leaf for leaf, value in enumerate(left) if value > 2.0 ** -(bits - 1))
+
+
+def _fused_squares(prober: Prober, tree: Tree, target: PositiveTarget) -> frozenset[int]:
+    """As :func:`_fused_products`, without negative terms.
+
+    (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last bit when it is rounded to float32; (2^-12)^2 at a leaf that meets
+    it directly makes it 1 + 2^-11 + 2^-23 where it was not rounded, and 1 + 2^-11 (the even neighbour) where it was.
+    """
+    if tree.leaves == 1:
+        return frozenset()
+    rows = []
+    for leaf in range(tree.leaves):
+        sibling = tree.sibling_leaf(leaf)
+        assert sibling is not None
+        rows.append({leaf: 1.0 + 2.0**-12, sibling: 2.0**-12})
+    return frozenset(leaf for leaf, above in enumerate(prober.exceeding(rows, 1.0 + 2.0**-11)) if above)
 
 
 def _fused_adder(prober: Prober, tree: Tree) -> FusedAdder:

@@ -123,6 +123,21 @@ def fma64(a: Float64, b: Float64, c: Float64) -> Float64:
     return upper + add_to_odd(first, second)
 
 
+def add_to_float32(a: Float64, b: Float64) -> npt.NDArray[np.float32]:
+    """``a + b`` rounded once to float32. Only where the float64 sum is a tie of float32 can rounding twice be wrong."""
+    total = a + b
+    tie = (total.view(np.int64) & np.int64(0x1FFFFFFF)) == np.int64(0x10000000)
+    tie |= np.abs(total) < 2.0**-126  # ties of subnormals have other bits
+    if tie.any():
+        total[tie] = add_to_odd(a[tie], b[tie])
+    return total.astype(np.float32)
+
+
+def float32_fma(a: Array, b: Array, c: Array) -> npt.NDArray[np.float32]:
+    """``a * b + c`` of float32 values, rounded once."""
+    return add_to_float32(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
+
+
 def bits_of(carriers: Array) -> npt.NDArray[Any]:
     """The bits of carriers as unsigned integers."""
     values = np.ascontiguousarray(carriers)

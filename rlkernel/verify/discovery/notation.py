@@ -54,24 +54,30 @@ class _Writer:
             return chain
         choices = []
         for level in range(2, self._tree.heights[item] + 1):
-            parts = self._padded(item, level, set())
-            if parts is None or len(parts) <= 2 ** (level - 1):
+            found = [self._padded(item, level, set(), by_shape) for by_shape in (True, False)]
+            if all(parts is None or len(parts) <= 2 ** (level - 1) for parts in found):
                 break
-            choices.append(Expression("tree", tuple(self.expression(part) for part in parts)))
+            for parts in found:
+                if parts is None or 2 * max(self._tree.sizes[part] for part in parts) > self._tree.sizes[item]:
+                    continue  # lopsided: a chain says it better, and keeps nesting (and recursion) shallow
+                choices.append(Expression("tree", tuple(self.expression(part) for part in parts)))
         return min([chain, *choices], key=lambda choice: len(compact(choice)) - len(choice.kind))
 
-    def _padded(self, item: int, level: int, shapes: set[int]) -> list[int] | None:
-        """Items of a balanced tree of at most 2^level items whose left halves are full; None where it is none."""
+    def _padded(self, item: int, level: int, shapes: set[int], by_shape: bool) -> list[int] | None:
+        """Items of a balanced tree of at most 2^level items whose left halves are full; None where it is none.
+
+        ``by_shape``: what has the form of an item further left is one item, rather than a tree of several.
+        """
         tree = self._tree
-        if level == 0 or tree.shapes[item] in shapes:
+        if level == 0 or (by_shape and tree.shapes[item] in shapes):
             return [item]
         children = tree.children(item)
-        if len(children) != 2:
-            return [item] if shapes else None
-        left = self._full(children[0], level - 1)
+        left = self._full(children[0], level - 1) if len(children) == 2 else None
         if left is None:
-            return self._padded(item, level - 1, shapes) if shapes else None
-        right = self._padded(children[1], level - 1, shapes | {tree.shapes[part] for part in left})
+            if tree.shapes[item] in shapes or len(children) != 2:
+                return [item] if shapes else None
+            return self._padded(item, level - 1, shapes, by_shape) if shapes else None
+        right = self._padded(children[1], level - 1, shapes | {tree.shapes[part] for part in left}, by_shape)
         return None if right is None else left + right
 
     def _full(self, item: int, level: int) -> list[int] | None:

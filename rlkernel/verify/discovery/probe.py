@@ -22,7 +22,7 @@ import numpy as np
 
 from rlkernel.errors import NumericsError
 from rlkernel.verify.discovery.formats import Float64
-from rlkernel.verify.discovery.targets import Target
+from rlkernel.verify.discovery.targets import PositiveTarget, Target
 from rlkernel.verify.discovery.tree import Tree, TreeBuilder
 
 INITIAL = -1
@@ -84,6 +84,25 @@ class Prober:
 
         return self.sums(len(rows), fill, factor)
 
+    def exceeding(self, rows: Sequence[dict[int, float]], base: float) -> list[bool]:
+        """Whether sums are above ``base``; rows are given as {leaf: operand}. Only for positive targets."""
+        target = self.target
+        assert isinstance(target, PositiveTarget)
+        result: list[bool] = []
+        for start in range(0, len(rows), target.rows):
+            part = rows[start : start + target.rows]
+            operands = np.full((target.rows, target.n), target.zero)
+            operands[:, 0] = target.large  # rows without a probe have a sum, too
+            for k, row in enumerate(part):
+                operands[k] = target.zero
+                for leaf, value in row.items():
+                    operands[k, leaf] = value
+            with np.errstate(all="ignore"):
+                result += [bool(value) for value in target.exceeds(operands, base)[: len(part)]]
+            self.calls += 1
+        self.probes += len(rows)
+        return result
+
 
 class Masks:
     """Answers ``size(i, j)``: the number of inputs under the node where i and j meet."""
@@ -120,7 +139,7 @@ class Masks:
         found = self._prober.sums(len(pairs) * len(blocks), fill).reshape(len(pairs), len(blocks))
         counts = found / units[:, None]
         whole = np.rint(counts)
-        tolerance = 0.3 if self._initial else 0.0
+        tolerance = 0.3 if self._initial else self._prober.target.noise
         for k, (i, j) in enumerate(pairs):
             bad = ~(np.abs(counts[k] - whole[k]) <= tolerance)
             if bad.any():
@@ -140,9 +159,10 @@ class Triples:
         self._prober = prober
 
     def __call__(self, triples: Sequence[tuple[int, int, int]]) -> list[bool]:
-        small = 2.0**-24
-        rows = [{i: 1.0, j: small, k: small} for i, j, k in triples]
-        return [bool(value > 1.0) for value in self._prober.sums_of(rows)]
+        target = self._prober.target
+        assert isinstance(target, PositiveTarget)
+        rows = [{i: target.large, j: target.small, k: target.small} for i, j, k in triples]
+        return self._prober.exceeding(rows, 1.0)
 
 
 # A leaf set is cut by a pivot into groups that join the pivot's path, lowest first, and a rest that belongs to other
@@ -203,7 +223,7 @@ def _cut_by_triples(part: _Part, rng: np.random.Generator) -> _Cutter:
                 following.append((leaves, done))
                 continue
             _, middle = next(cuts)
-            below, same, above = [], [middle], []
+            same, below, above = [middle], _none(), _none()
             for leaf in leaves:
                 if leaf == middle:
                     continue
@@ -212,6 +232,10 @@ def _cut_by_triples(part: _Part, rng: np.random.Generator) -> _Cutter:
             following += [(below, False), (same, True), (above, False)]
         segments = [(leaves, done) for leaves, done in following if leaves]
     return [leaves for leaves, _ in segments], []
+
+
+def _none() -> list[int]:
+    return []
 
 
 def reveal_tree(

@@ -21,6 +21,7 @@ from rlkernel.verify.discovery.tree import Tree, leaf_ranges
 MAX_INPUTS = 16384
 _SIGNATURES = 24
 _MOST_ORDERS = 16
+_OUTPUTS_A_CALL = 512
 _OUTPUTS_A_BATCH = 2048
 _TINY_VECTORS = 32
 
@@ -207,11 +208,11 @@ def _require_all_inputs(prober: Prober, initial: float) -> None:
             f"{target.name}: inputs {leaf_ranges(missing.tolist())} do not reach the output; reveal the order of the "
             "others alone"
         )
-    scaled = np.flatnonzero(np.abs(left - value) > 4 * abs(initial))
+    scaled = np.flatnonzero(np.abs(left - value) > 4 * abs(initial) + target.noise)
     if scaled.size:
         leaf = int(scaled[0])
         raise NotASummation(
-            f"{target.name} is no plain sum: {value:g} at input {leaf} and 0 elsewhere gives {left[leaf]!r} "
+            f"{target.name} is no plain sum: {value:g} at input {leaf} and 0 elsewhere gives {float(left[leaf])!r} "
             f"({scaled.size} of {target.n} inputs)"
         )
 
@@ -265,7 +266,7 @@ def _compare(
     waiting: list[_Seen] = []
     for call in range(calls):
         trial = target.trial(vectors)
-        waiting.append(_Seen(trial, target.outputs(trial), *_places(target, rng)))
+        waiting.append(_Seen(trial, target.outputs(trial), *_places(labels, rng)))
         if sum(seen.rows.size for seen in waiting) < _OUTPUTS_A_BATCH and call < calls - 1:
             continue
         for label, order in enumerate(orders):
@@ -290,13 +291,15 @@ class _Seen:
         return replace(self, rows=self.rows[chosen], columns=self.columns[chosen])
 
 
-def _places(target: Target, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Rows and columns of the outputs of a call that are compared: all, or a random choice of many."""
-    total = target.rows * target.columns
-    places = np.arange(total)
-    if total > _OUTPUTS_A_BATCH:
-        places = np.unique(np.concatenate([[0, total - 1], rng.integers(0, total, _OUTPUTS_A_BATCH - 2)]))
-    rows, columns = np.divmod(places, target.columns)
+def _places(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> tuple[Array, Array]:
+    """Rows and columns of the outputs of a call that are compared: all, or a random choice of many in each order."""
+    places = []
+    for label in range(int(labels.max()) + 1):
+        found = np.flatnonzero(labels == label)
+        if found.size > _OUTPUTS_A_CALL:
+            found = np.unique(np.concatenate([found[[0, -1]], rng.choice(found, _OUTPUTS_A_CALL - 2)]))
+        places.append(found)
+    rows, columns = np.divmod(np.concatenate(places), labels.shape[1])
     return rows, columns
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlkernel.errors import ContractError
 from rlkernel.verify.discovery.formats import Array, Float64, Format, number_format
@@ -39,8 +40,8 @@ class Target:
     dtype: str = "float32"
     output: str = "float32"
 
-    positive = False
-    """Whether only sums of values that are not negative can be formed: then probes use no -M."""
+    noise = 0.0
+    """By how much a sum that is read back from an output may be off, where the output is not the sum itself."""
     columns_alike = True
     """Whether outputs of one row and different columns are equal where the operands are."""
 
@@ -50,6 +51,11 @@ class Target:
         for name in ("n", "rows", "columns"):
             if getattr(self, name) < 1:
                 raise ContractError(f"{self.name} has {name} = {getattr(self, name)}; at least 1 is needed")
+
+    @property
+    def positive(self) -> bool:
+        """Whether only sums of values that are not negative can be formed: then probes use no -M."""
+        return isinstance(self, PositiveTarget)
 
     @property
     def input_format(self) -> Format:
@@ -98,6 +104,23 @@ class Target:
     def finish(self, sums: Array, trial: Trial, rows: Array, columns: Array) -> Array:
         """Outputs [P] that follow from the sums [P]; here the sums themselves."""
         return sums
+
+
+class PositiveTarget(Target):
+    """A reduction whose terms cannot be negative: squares, exponentials. Terms follow from operands [rows, n]."""
+
+    zero = 0.0
+    """Operand whose term is +0."""
+    large = 1.0
+    """Operand whose term is 1."""
+    small = 2.0**-12
+    """Operand whose term is at most 2^-24, and twice that is more: lost beside 1, unless it meets another first."""
+    squares = True
+    """Whether a term is the square of its operand."""
+
+    def exceeds(self, operands: Float64, base: float) -> npt.NDArray[np.bool_]:
+        """Whether the sum of each row, which is ``base`` (a float32, 1 or a little more) or above, is above: [rows]."""
+        raise NotImplementedError
 
 
 def function_target(
