@@ -186,6 +186,42 @@ class Inputs:
         a[self.random.random(self.shape) < 0.85] = 0.0
         return a, b, np.where(self.random.random(self.count) < 0.3, 0.0, self._c(-30, 16))
 
+    def ties(self) -> tuple[Any, Any, Any]:
+        """Half a unit of the result beside c, and a far smaller product that decides the rounding or is lost."""
+        top = self.random.integers(-8, 13, self.count)
+        last = self.random.choice(np.array([0, 0, 0, 1, 2, 3, (1 << 23) - 1]), self.count)
+        c = np.ldexp(self._signs((self.count,)) * (1 + last * 2.0**-23), top)
+        half = (1 + 2 * self.random.integers(0, 3, self.count), top - self.random.integers(24, 26, self.count))
+        small = (np.ones(self.count), top - self.random.integers(30, 36, self.count))
+        return *self._placed(half, small), c
+
+    def tiny_sums(self) -> tuple[Any, Any, Any]:
+        """A multiple of the smallest subnormal and a far smaller product; other products and the accumulator are 0."""
+        low = max(-149, 2 * self.form.lowest + 9)
+        main = (1 + self.random.integers(0, 8, self.count), np.full(self.count, low))
+        a, b = self._placed(main, (np.ones(self.count), low - self.random.integers(7, 13, self.count)))
+        full = self.random.random(self.count) < 0.3  # no zero among the products
+        e = low - self.random.integers(7, 13, self.shape)
+        fill = (a == 0) & full[:, None]
+        a, b = (
+            np.where(fill, np.ldexp(self._signs(self.shape), e // 2), a),
+            np.where(fill, np.ldexp(1.0, e - e // 2), b),
+        )
+        return (
+            a,
+            b,
+            np.where(self.random.random(self.count) < 0.8, self._signs((self.count,)) * 0.0, self._c(-149, -147)),
+        )
+
+    def _placed(self, *products: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Operands with products ``+-significand * 2^exponent`` at random places of each row, zeros elsewhere."""
+        a, b = np.zeros(self.shape), np.zeros(self.shape)
+        place, rows = np.argsort(self.random.random(self.shape), 1), np.arange(self.count)
+        for index, (significand, e) in enumerate(products):
+            a[rows, place[:, index]] = np.ldexp(self._signs((self.count,)) * significand, e // 2)
+            b[rows, place[:, index]] = np.ldexp(1.0, e - e // 2)
+        return a, b
+
     def any_bits(self) -> tuple[Any, Any, Any]:
         """Uniform random bit patterns of the formats, everything included."""
         words = np.uint32 if self.form.dtype == torch.float32 else np.uint16
@@ -208,7 +244,7 @@ class Inputs:
 
 CLASSES = (
     "normal", "spread", "whole_range", "subnormal_inputs", "subnormal_results", "zeros", "special", "overflow",
-    "cancellation", "powers_of_two", "sparse", "any_bits",
+    "cancellation", "powers_of_two", "sparse", "ties", "tiny_sums", "any_bits",
 )  # fmt: skip
 
 
@@ -251,12 +287,13 @@ def compare(unit: Unit, kind: str, count: int, device: str) -> dict[str, Any]:
             "first": first}  # fmt: skip
 
 
-def record(path: Path, count: int) -> None:
+def record(path: Path) -> None:
     """Write inputs and the oracle's outputs of every unit and class, as bit patterns."""
     arrays: dict[str, Any] = {}
     for unit in UNITS:
         word = torch.int32 if unit.format is FP32 else torch.int16
         for kind in CLASSES:
+            count = 256 if kind in ("ties", "tiny_sums") else 32  # few of those tell neighbouring models apart
             a, b, c = Inputs(unit.format, unit.depth, count, 77 + CLASSES.index(kind)).tensors(kind, "cpu")
             d = oracle_of(unit)(a, b, c.clone())
             for name, x in (
@@ -288,7 +325,7 @@ def main() -> None:
     if version("mmasim") != ORACLE_VERSION:
         raise SystemExit(f"mmasim {version('mmasim')} is installed; {ORACLE_VERSION} is the oracle (others differ)")
     if options.record:
-        record(options.record, 24)
+        record(options.record)
         return
     started, rows = time.time(), []
     for row in run(options.count, options.device):
