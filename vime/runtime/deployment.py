@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,13 +15,15 @@ PACKAGES = ("vime", "torch", "numpy", "numba", "llvmlite", "zarr", "transformers
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages that a run computes with; ``absent`` for one that is not installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+    return {name: _package_version(name) for name in PACKAGES}
+
+
+@cache
+def _package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def cpu_name() -> str:
