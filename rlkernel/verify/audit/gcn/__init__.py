@@ -1,0 +1,1 @@
+"""A machine that executes amdgcn listings of gfx942 on bits and symbols."""
