@@ -253,6 +253,11 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((one.view(torch.int32) != other.view(torch.int32)).sum())
 
 
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """Every NaN as one pattern."""
+    return torch.where(x.isnan(), torch.nan, x)
+
+
 def kinds(results: torch.Tensor) -> dict[str, int]:
     """How many results are of which kind: whether a class reaches what it is meant to reach."""
     size = results.abs()
@@ -270,12 +275,13 @@ def compare(unit: Unit, kind: str, count: int, device: str) -> dict[str, Any]:
     oracle, wrong, first = oracle_of(unit), 0, None
     seed, done = 0, 0
     reached: Counter[str] = Counter()
+    elsewhere: int | None = None
     while done < count:
         block = min(_BLOCK[device], count - done)
         a, b, c = Inputs(unit.format, unit.depth, block, 1000 * CLASSES.index(kind) + seed).tensors(kind, device)
         expected, found = oracle(a, b, c.clone()), unit.model(a, b, c)
         if unit.format is FP32:  # an fma's NaN has no pattern of the unit's own
-            expected, found = (torch.where(x.isnan(), torch.nan, x) for x in (expected, found))
+            expected, found = canonical(expected), canonical(found)
         bad = differing(expected, found)
         if bad and first is None:
             at = int((expected.view(torch.int32) != found.view(torch.int32)).nonzero()[0])
@@ -283,7 +289,10 @@ def compare(unit: Unit, kind: str, count: int, device: str) -> dict[str, Any]:
                      "oracle": float(expected[at]), "model": float(found[at])}  # fmt: skip
         wrong, done, seed = wrong + bad, done + block, seed + 1
         reached.update(kinds(found))
-    return {"unit": unit.name, "class": kind, "dots": count, "differing": wrong, "results": dict(reached),
+        if device != "cpu" and not seed:  # the model's bits on the CPU, for part of the inputs
+            here = unit.model(*(x[: _BLOCK["cpu"]].cpu() for x in (a, b, c)))
+            elsewhere = differing(canonical(here), canonical(found[: len(here)].cpu()))
+    return {"unit": unit.name, "class": kind, "dots": count, "differing": wrong, "results": dict(reached), "cpu_differs": elsewhere,
             "first": first}  # fmt: skip
 
 
@@ -343,7 +352,7 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['differing']} of {result['dots']} differ; {options.output}")
-    raise SystemExit(1 if result["differing"] else 0)
+    raise SystemExit(1 if result["differing"] or any(row["cpu_differs"] for row in rows) else 0)
 
 
 if __name__ == "__main__":
