@@ -64,27 +64,34 @@ def computes_with_old_weights(sides: Sides) -> None:
 
 
 def keeps_prefix_cache(*, forge_keys: bool, forge_blocks: bool) -> Plant:
-    """A commit that leaves cached blocks: findable under the new version, and labelled as written by it, or not."""
+    """Cached blocks that come back after a commit has invalidated them, before the next generation: findable under the
+    new version or not, and labelled as written by it or not. What is in them is stale either way."""
 
     def plant(sides: Sides) -> None:
         engine = sides.engine.native
-        blocks, whole = engine.blocks, engine.commit_weights
+        blocks, commit, generate = engine.blocks, engine.commit_weights, engine.generate
+        kept: dict[int, Any] = {}
 
-        def commit(version: int, digest: str) -> Any:
-            invalidate, blocks.invalidate = blocks.invalidate, lambda: 0
-            try:
-                result = whole(version, digest)
-            finally:
-                blocks.invalidate = invalidate
-            if forge_keys:
-                blocks._key_of = {block: (version, key) for block, (_, key) in blocks._key_of.items()}
-                blocks._by_key = {(version, key.digest): block for block, (_, key) in blocks._key_of.items()}
-            if forge_blocks:
-                kept = list(blocks._key_of)
-                blocks.oldest[kept] = blocks.newest[kept] = version
-            return result
+        def watched_commit(version: int, digest: str) -> Any:
+            kept.clear()
+            kept.update({block: key for block, (_, key) in blocks._key_of.items()})
+            return commit(version, digest)
 
-        engine.commit_weights = commit
+        def watched_generate(requests: Sequence[RolloutRequest]) -> Iterator[GeneratedSample]:
+            version = engine.committed().version
+            for block, key in kept.items():
+                blocks._free.remove(block)
+                blocks._unreferenced[block] = None
+                label = version if forge_keys else version - 1
+                blocks._key_of[block] = (label, key)
+                blocks._by_key[(label, key.digest)] = block
+                if forge_blocks:
+                    blocks.oldest[block] = blocks.newest[block] = version
+            blocks.check()
+            kept.clear()
+            return generate(requests)
+
+        engine.commit_weights, engine.generate = watched_commit, watched_generate
 
     return plant
 
@@ -192,11 +199,11 @@ def before_train(sides: Sides, action: Callable[[], None]) -> None:
 # ------------------------------------------------------------------------------------------ copied arrays
 
 
-def returns_rollout_arrays(*, copy: bool, inflate: bool, unknown: str) -> Plant:
+def returns_rollout_arrays(*, copy: bool, work: bool, unknown: str) -> Plant:
     """A trainer that answers with the rollout's arrays.
 
-    ``copy`` them or not; ``inflate`` the evidence of a forward; samples that the rollout does not know are evaluated
-    honestly (``forward``), left out (``omit``) or answered with another sample's arrays (``other``).
+    ``copy`` them or not; ``work``: evaluate everything honestly for the counters, and throw it away. Samples that the
+    rollout does not know are evaluated honestly (``forward``), left out (``omit``) or answered wrongly (``other``).
     """
 
     def plant(sides: Sides) -> None:
@@ -214,7 +221,7 @@ def returns_rollout_arrays(*, copy: bool, inflate: bool, unknown: str) -> Plant:
 
         def score(samples: Sequence[TrainSample], model: str = "policy") -> ScoreResult:
             rest = [sample for sample in samples if sample.sample_id not in made]
-            honest = whole(rest)
+            honest = whole(samples if work else rest)
             own = {s.sample_id: s for s in honest.samples}
             if unknown == "omit":
                 own = {}
@@ -228,8 +235,7 @@ def returns_rollout_arrays(*, copy: bool, inflate: bool, unknown: str) -> Plant:
                     answers.append(ScoredSample(sample.sample_id, *arrays))
                 elif sample.sample_id in own:
                     answers.append(own[sample.sample_id])
-            tokens = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples)
-            return replace(honest, samples=tuple(answers), forward_tokens=tokens if inflate else honest.forward_tokens)
+            return replace(honest, samples=tuple(answers))
 
         engine.generate, trainer.score = watched, score  # type: ignore[method-assign]
 

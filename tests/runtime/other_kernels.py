@@ -1,4 +1,7 @@
-"""Kernels that compute nearly the same function: other reduction orders, and a head that forgets the temperature."""
+"""Kernels that compute nearly the same function: other reduction orders, and a head that forgets the temperature.
+
+All go by the name of the implementation that they stand in for: evidence and identities cannot tell them apart.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ def reversed_matmul(a: np.ndarray, panels: gemm.Panels, workers: Any, **options:
 class ReversedColumns(ColumnParallel):
     """qkv or gate-up, k descending, in some cases only (none named: in all)."""
 
-    implementation = "test.reversed_columns"
-
     def __init__(self, heads: bool, cases: tuple[str, ...] = ()) -> None:
         super().__init__(heads)
         self._cases = cases
@@ -43,8 +44,6 @@ class ReversedColumns(ColumnParallel):
 class ReversedRows(RowParallel):
     """o_proj or down_proj, k descending."""
 
-    implementation = "test.reversed_rows"
-
     def forward(self, region: Any, inputs: Any, host: Any) -> Any:
         x = np.ascontiguousarray(inputs[0].reshape(len(inputs[0]), -1))
         return (reversed_matmul(x, host.weights.rows(region), host.workers, leaves=host.tp, bf16=host.bf16),), x
@@ -52,8 +51,6 @@ class ReversedRows(RowParallel):
 
 class RotatedNorm(RmsNorm):
     """RMSNorm whose sum of squares pairs other neighbours (mere reversal mirrors the tree and keeps its bits)."""
-
-    implementation = "test.rotated_norm"
 
     def forward(self, region: Any, inputs: Any, host: Any) -> Any:
         weight = np.roll(host.weights.vectors[region.weights[0]], 1)
@@ -64,8 +61,6 @@ class RotatedNorm(RmsNorm):
 
 class ReversedAttention(Attention):
     """Attention whose scores run over the head's dimensions descending."""
-
-    implementation = "test.reversed_attention"
 
     def forward(self, region: Any, inputs: Any, host: Any) -> Any:
         q, k, v = inputs
@@ -88,8 +83,6 @@ class _ReversedWeights:
 class ReversedHead(LinearLogprob):
     """Logits, k descending."""
 
-    implementation = "test.reversed_head"
-
     def forward(self, region: Any, x: Any, targets: Any, temperature: float, host: Any) -> Any:
         return super().forward(region, np.ascontiguousarray(x[:, ::-1]), targets, temperature, _backwards(host))
 
@@ -103,8 +96,6 @@ def _backwards(host: Any) -> Any:
 
 class RawHead(LinearLogprob):
     """Draws with the temperature, but reports log-probabilities of the logits without it."""
-
-    implementation = "test.raw_head"
 
     def sample(self, region: Any, x: Any, keys: Any, temperature: float, host: Any) -> Any:
         tokens, _ = super().sample(region, x, keys, temperature, host)

@@ -81,6 +81,11 @@ def test_one_flipped_bit_is_caught(vime, plant, texts, trained):
     caught(vime.run(plant=plant), *texts, trained=trained)
 
 
+def test_a_bit_flipped_during_an_evaluation_is_caught_there(vime):
+    ended = vime.run("stages.evaluate.prompts=2", plant=faults.flip_served_weight)
+    caught(ended, "evaluation of version 0: engine native-0 serves version 0 with digest", trained=0)
+
+
 def test_a_failed_publication_is_rolled_back(vime):
     ended = vime.run(plant=faults.flip_weight_in_transit)
     rolled_back = [event for event in ended.events if isinstance(event, SyncRolledBack)]
@@ -94,11 +99,11 @@ def test_a_failed_publication_is_rolled_back(vime):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"copy": False, "inflate": True, "unknown": "forward"}, "share memory with the rollout's"),
-        ({"copy": True, "inflate": False, "unknown": "forward"}, "its evidence shows"),
-        ({"copy": True, "inflate": True, "unknown": "forward"}, "are not a forward over these tokens"),
-        ({"copy": True, "inflate": True, "unknown": "omit"}, "the trainer returned 0 scores of train/"),
-        ({"copy": True, "inflate": True, "unknown": "other"}, "differ between rollout and trainer"),
+        ({"copy": False, "work": True, "unknown": "forward"}, "share memory with the rollout's"),
+        ({"copy": True, "work": False, "unknown": "forward"}, "its evidence shows"),
+        ({"copy": True, "work": True, "unknown": "forward"}, "are not a forward over these tokens"),
+        ({"copy": True, "work": True, "unknown": "omit"}, "the trainer returned 0 scores of train/"),
+        ({"copy": True, "work": True, "unknown": "other"}, "differ between rollout and trainer"),
     ],
 )
 def test_the_rollouts_array_in_place_of_the_trainers_is_caught(vime, options, text):
@@ -110,7 +115,7 @@ def test_the_rollouts_array_in_place_of_the_trainers_is_caught(vime, options, te
 
 
 def test_a_copying_trainer_is_caught_where_mismatches_are_tolerated(vime):
-    plant = faults.returns_rollout_arrays(copy=True, inflate=True, unknown="forward")
+    plant = faults.returns_rollout_arrays(copy=True, work=True, unknown="forward")
     caught(vime.run("on_mismatch=continue", plant=plant), "are not a forward over these tokens", trained=0)
 
 

@@ -142,12 +142,17 @@ class StepStages:
             if self._observer.stop_requested():
                 raise Interrupted("stopped on request during generation")
         if due:
-            named = ", ".join(map(str, sorted(due)[:5]))
-            raise InvariantViolation(
-                f"engine {engine.engine_id} did not return {len(due)} of {len(requests)} samples: {named}"
-            )
+            named = f"{len(due)} of {len(requests)} samples: {', '.join(map(str, sorted(due)[:5]))}"
+            raise InvariantViolation(f"engine {engine.engine_id} did not return {named}")
         self._publisher.check_served()
         return sorted(finished, key=lambda sample: sample.sample_id)
+
+    def generate_held_out(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> list[GeneratedSample]:
+        """:meth:`generate` for an evaluation, outside of any step."""
+        try:
+            return self.generate(prompts, "eval", samples_per_prompt)
+        except (InvariantViolation, NumericsError) as error:
+            raise InvariantViolation(f"evaluation of version {self._publisher.version}: {error}") from error
 
     def give_rewards(
         self, prompts: Sequence[Prompt], samples: Sequence[GeneratedSample], scope: str
@@ -280,8 +285,7 @@ class StepStages:
             for sample, advantage in zip(chosen, advantages.values, strict=True)
         ]
         self.record.samples, self.record.advantages = chosen, advantages
-        version = self._publisher.version
-        ids = tuple(sample.sample_id for sample in chosen)
+        version, ids = self._publisher.version, tuple(sample.sample_id for sample in chosen)
         self.timeline.append(BatchAssigned(step=self.record.step, policy_version=version, sample_ids=ids))
         return {"advantages": advantages, "batch": batch}
 
@@ -334,8 +338,7 @@ class StepStages:
         record.quarantined = {token.sample_id for token in nonfinite}
         if record.quarantined:
             record.dropped["nonfinite"] += len(record.quarantined)
-        pipeline = self._pipeline
-        judge(comparison, record.diagnosis, nonfinite, pipeline.on_mismatch, pipeline.on_nonfinite)
+        judge(comparison, record.diagnosis, nonfinite, self._pipeline.on_mismatch, self._pipeline.on_nonfinite)
         return {"comparison": {**{key: plain[key] for key in named}, **metrics}}
 
     def _write_arrays(self, scores: ScoreResult) -> None:
