@@ -161,7 +161,10 @@ class Entries:
 
     def _logits_gradient(self) -> SixPoints:
         inputs = ("logits row", "its maximum and log-sum", "target id", "coefficient", "temperature")
-        return self._elementwise(inputs, (_MUL, _ADD, _DIV, _EXP2))
+        # logits stay float32; their gradients go on in the stream's dtype
+        precision = Precision("float32", "float32", "float32", "float32", self._dtype)
+        primitives = (_MUL, _ADD, _DIV, _EXP2)
+        return SixPoints(Dependency(inputs, NONE), Split(), Merge(), precision, self._to_stream, primitives)
 
     def _weight_gradient(self, inputs: tuple[str, ...], mac: tuple[str, str], step: int) -> SixPoints:
         dp = self._topology.dp

@@ -13,6 +13,7 @@ import click
 
 from rlkernel.errors import NumericsError, RlkernelError
 from vime.cli.check import check
+from vime.cli.contract import contract
 from vime.cli.doctor import doctor
 from vime.cli.inspect import diff, provenance, report, timeline
 from vime.cli.model import model
@@ -29,7 +30,7 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model):
+for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract):
     cli.add_command(command)
 
 

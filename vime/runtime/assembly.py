@@ -10,14 +10,16 @@ from typing import Any, Protocol
 
 import torch
 
-from rlkernel.contract.build import Contract, compare_identities
+from rlkernel.contract.build import Contract
 from rlkernel.contract.identity import Identities
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.claims import ClaimRegister
 from rlkernel.verify.evidence import Evidence
-from vime.errors import InvariantViolation
+from rlkernel.verify.sentinels import Declaration
 from vime.pipeline.prepare import Prepared
 from vime.pipeline.schema import Pipeline
 from vime.rollout.interface import CommittedVersion
+from vime.runtime.identities import IdentityExchange, trainer_sources
 from vime.runtime.models import load_pipeline_model
 from vime.runtime.process import ProcessEngine
 from vime.runtime.sides import (
@@ -27,6 +29,7 @@ from vime.runtime.sides import (
     build_engine_in_child,
     optimizer_config,
     pipeline_contract,
+    side_declaration,
     side_identities,
 )
 from vime.sync.transaction import LocalTarget
@@ -85,18 +88,17 @@ class Sides:
     workers: Workers
     initial: Mapping[str, torch.Tensor]
     source: str
+    numerics: Mapping[str, str]
+    """Side (``trainer``, or an engine's id) -> ``exact`` or ``native``."""
+    declared: Mapping[str, Declaration]
+    """Side -> what it may run."""
+    exchange: IdentityExchange
+    claims: ClaimRegister
 
-    def check_identities(self, exact: bool) -> dict[str, dict[str, str]]:
-        """Exchange identities. Raises InvariantViolation naming every differing field where both sides are exact."""
-        trainer, engine = self.trainer.identities(), self.engine.identities()
-        if exact:
-            problems = compare_identities(trainer, engine, self.contract, self.contract)
-            if problems:
-                raise InvariantViolation(
-                    f"trainer and engine {self.engine.engine_id} do not compute the same function: "
-                    + "; ".join(problems)
-                )
-        return {"trainer": trainer.as_json(), self.engine.engine_id: engine.as_json()}
+    def check_identities(self) -> dict[str, dict[str, str]]:
+        """Exchange and compare the identities of all sides, as they show them now. Raises InvariantViolation."""
+        shown = {"trainer": self.trainer.identities(), self.engine.engine_id: self.engine.identities()}
+        return self.exchange.compare(shown, self.numerics)
 
     def close(self) -> None:
         """End engines and threads."""
@@ -144,14 +146,11 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
     reference = None
     if config.loss.needs_reference:
         reference = side.runner(loaded.tensors, numerics, workers, Evidence("reference"), training=False)
-    sources = {"reward": prepared.reward.source_digest, "data": prepared.source.source_digest}
-    if prepared.filter is not None:
-        sources["filter"] = prepared.filter.source_digest
     trainer = NativeTrainer(
         side.runner(loaded.tensors, numerics, workers, Evidence("trainer"), training=True),
         loaded.tensors,
         config,
-        side_identities(contract, numerics, sources),
+        side_identities(contract, numerics, trainer_sources(prepared)),
         dtype=pipeline.contract.dtype,
         workers=workers,
         reference=reference,
@@ -170,4 +169,17 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
             "transport_folder": str(folder),
         }
         engine = ProcessEngine(build_engine_in_child, specification)
-    return Sides(contract, trainer, engine, transport, workers, loaded.tensors, loaded.source)
+    by_side = {"trainer": numerics, ENGINE_ID: pipeline.numerics.rollout}
+    return Sides(
+        contract,
+        trainer,
+        engine,
+        transport,
+        workers,
+        loaded.tensors,
+        loaded.source,
+        numerics=by_side,
+        declared={side: side_declaration(contract, kind, side) for side, kind in by_side.items()},
+        exchange=IdentityExchange(contract),
+        claims=ClaimRegister(contract),
+    )

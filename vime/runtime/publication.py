@@ -5,6 +5,7 @@ from __future__ import annotations
 from vime.errors import InvariantViolation
 from vime.rollout.interface import CommittedVersion
 from vime.runtime.assembly import Sides
+from vime.runtime.checks import ClaimChecks
 from vime.sync.transaction import SyncRecord, synchronise
 from vime.timeline.events import SyncCommitted, SyncRolledBack, SyncStaged, SyncVerified, VersionPublished
 from vime.timeline.manager import Timeline
@@ -13,8 +14,8 @@ from vime.timeline.manager import Timeline
 class Publisher:
     """The current version and digest of a run."""
 
-    def __init__(self, sides: Sides, timeline: Timeline, exact: bool) -> None:
-        self._sides, self._timeline, self._exact = sides, timeline, exact
+    def __init__(self, sides: Sides, timeline: Timeline, claims: ClaimChecks) -> None:
+        self._sides, self._timeline, self._claims = sides, timeline, claims
         latest = timeline.state.latest_version
         self.version = -1 if latest is None else latest.version
         self.digest = "" if latest is None else latest.digest
@@ -22,11 +23,13 @@ class Publisher:
     def publish(self) -> CommittedVersion:
         """Publish the trainer's weights as the next version and commit it on the engine.
 
-        Raises InvariantViolation if an engine's bytes or identity differ; the engine then serves the old version.
+        Raises InvariantViolation if an engine's bytes or identity differ (it then serves the old version), or if it
+        kept what the commit invalidates.
         """
         version, parent = self.version + 1, self.version if self.version >= 0 else None
         digest = self._sides.trainer.manifest_digest()
-        self._sides.check_identities(self._exact)
+        self._sides.check_identities()
+        before = self._claims.before_commit()
         tensors = self._sides.trainer.weights()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._timeline.append(VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size}))
@@ -41,8 +44,10 @@ class Publisher:
                 return
             event = {"staged": SyncStaged, "verified": SyncVerified, "committed": SyncCommitted}[record.kind]
             self._timeline.append(event(engine=engine, version=version, digest=record.digest, observed=seen))
+            self._note(record)
 
         synchronise(version, digest, tensors, [self._sides.engine], self._sides.transport, note)
+        self._claims.after_commit(version, before)
         self.version, self.digest = version, digest
         return CommittedVersion(version, digest)
 
@@ -67,6 +72,12 @@ class Publisher:
             raise InvariantViolation(
                 f"the restored weights have digest {digest}; version {self.version} was published with {self.digest}"
             )
-        self._sides.check_identities(self._exact)
+        self._sides.check_identities()
+        before = self._claims.before_commit()
         tensors = self._sides.trainer.weights()
-        synchronise(self.version, digest, tensors, [self._sides.engine], self._sides.transport, lambda record: None)
+        synchronise(self.version, digest, tensors, [self._sides.engine], self._sides.transport, self._note)
+        self._claims.after_commit(self.version, before)
+
+    def _note(self, record: SyncRecord) -> None:
+        if record.kind == "committed":
+            self._claims.committed(record.version)

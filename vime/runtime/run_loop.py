@@ -20,6 +20,7 @@ from vime.pipeline.prepare import Prepared
 from vime.pipeline.stages import step_specs
 from vime.report.summary import Status
 from vime.runtime.assembly import Sides, SidesFactory, assemble
+from vime.runtime.checks import ClaimChecks, Sentinels
 from vime.runtime.observer import Observer, RunOutcome, Silent
 from vime.runtime.publication import Publisher
 from vime.runtime.resuming import (
@@ -87,7 +88,8 @@ class _Run:
         self.started = time.perf_counter()
         self.reports: list[Mapping[str, Any]] = []
         self.evaluations: list[Mapping[str, Any]] = []
-        self.step_started = 0.0
+        self.step, self.step_started = -1, 0.0
+        self.sentinels: Sentinels
         self.times: dict[str, float] = {}
 
     def drive(self, factory: SidesFactory) -> RunOutcome:
@@ -123,12 +125,15 @@ class _Run:
 
     def _work(self, sides: Sides) -> None:
         exact = self.pipeline.numerics.rollout == self.pipeline.numerics.trainer == "exact"
-        identities = sides.check_identities(exact)
+        identities = sides.check_identities()
         refuse_other_identities(self.directory.path, self.directory.resumption, identities, sides.engine.engine_id)
         checkpoint = self.directory.resume_checkpoint()
         if checkpoint is None:
             self._start(sides, exact, identities)
-        publisher = Publisher(sides, self.timeline, exact)
+        claims = ClaimChecks(sides)
+        claims.start()
+        self.sentinels = Sentinels(sides, checkpointing=self.pipeline.stages.train.activation_checkpointing)
+        publisher = Publisher(sides, self.timeline, claims)
         stages = StepStages(self.prepared, sides, self.directory, publisher, self.observer)
         write_contract(self.directory, self.prepared, sides)
         first = self.timeline.state.next_step
@@ -143,6 +148,8 @@ class _Run:
         for step in range(first, self.pipeline.steps):
             self._step(step, graph, stages, publisher)
             self._after_step(step, stages, publisher, sides)
+        self.sentinels.begin()  # of the last evaluation
+        claims.finish()
         self.timeline.append(RunFinished(weights_digest=publisher.digest))
         self._write_views(sides, "finished", "")
 
@@ -186,6 +193,8 @@ class _Run:
 
     def _step(self, step: int, graph: Graph, stages: StepStages, publisher: Publisher) -> None:
         self.observer.step_started(step)
+        self.step = step
+        self._in_place("start", self.sentinels.begin)
         self.step_started, self.times = time.perf_counter(), {}
         version = publisher.version
         stages.begin(step)
@@ -214,9 +223,18 @@ class _Run:
         self.observer.stage(stage.name)
         begun = time.perf_counter()
         try:
-            return call()
+            results = call()
+            self._in_place(stage.name, lambda: self.sentinels.after(stage.name, results))
+            return results
         finally:
             self.times[stage.name] = time.perf_counter() - begun
+
+    def _in_place(self, place: str, check: Callable[[], None]) -> None:
+        """Run a check of the step; what it finds says where."""
+        try:
+            check()
+        except InvariantViolation as error:
+            raise InvariantViolation(f"step {self.step}, {place}: {error}") from error
 
     def _after_step(self, step: int, stages: StepStages, publisher: Publisher, sides: Sides) -> None:
         settings, last = self.pipeline.stages.evaluate, step + 1 == self.pipeline.steps
@@ -243,7 +261,7 @@ class _Run:
         for prompt in prompts:
             row = self.prepared.eval_prompts.row_number(prompt.prompt_index)
             self.timeline.append(PromptDrawn.of(prompt, row))
-        samples = stages.generate(prompts, "eval", settings.samples_per_prompt)
+        samples = stages.generate_held_out(prompts, settings.samples_per_prompt)
         rewards = stages.give_rewards(prompts, samples, f"evaluation after {done} steps")
         values = [rewards[sample.sample_id] for sample in samples if sample.sample_id in rewards]
         event = self.timeline.append(

@@ -23,13 +23,14 @@ from rlkernel.ops.composition import compose
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
+from rlkernel.verify.sentinels import ENGINE_CASES, TRAINER_CASES, Declaration, declare
 from vime.pipeline.schema import Pipeline
 from vime.rollout.native.config import EngineConfig
 from vime.rollout.native.engine import NativeEngine
 from vime.rollout.native.model import KVShape
 from vime.runtime.deployment import describe_deployment
 from vime.runtime.models import load_pipeline_tokenizer
-from vime.train.native.optimizer import OptimizerConfig
+from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, OptimizerConfig
 
 ENGINE_ID = "native-0"
 
@@ -87,6 +88,20 @@ def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str])
         return found
     policy = digest({"native": True, "torch": torch.__version__, "dtype": contract.dtype})
     return Identities(found.semantic, policy, found.deployment)
+
+
+def engine_sources() -> dict[str, str]:
+    """Source digests that an embedded engine shows."""
+    return {"kernels": source_digest()}
+
+
+def side_declaration(contract: Contract, numerics: str, side: str) -> Declaration:
+    """What an embedded side may run: every entry of the contract in its cases, by its composition."""
+    composition = compose("exact" if numerics == "exact" else "native")
+    if side == "trainer":
+        implementations = {**composition.implementations(), **OPTIMIZER_IMPLEMENTATIONS}
+        return declare(contract, "the trainer", TRAINER_CASES, implementations, every_occurrence=True)
+    return declare(contract, f"engine {side}", ENGINE_CASES, composition.implementations(), every_occurrence=True)
 
 
 @dataclass(frozen=True)
@@ -196,7 +211,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
     config = side.config
     return NativeEngine(
         engine_config(side, engine_id),
-        identities=side_identities(contract, numerics, {"kernels": source_digest()}),
+        identities=side_identities(contract, numerics, engine_sources()),
         kv_shape=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
         vocab_size=config.vocab_size,
         weights_factory=lambda tensors: side.weights(tensors, numerics, workers, training=False),

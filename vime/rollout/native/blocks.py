@@ -145,6 +145,20 @@ class BlockManager:
         self._key_of.clear()
         return count
 
+    def cached_versions(self) -> list[int]:
+        """Weight versions that wrote the blocks whose content can be found, ascending."""
+        return self._versions(
+            np.array(sorted(self._key_of), np.int64), {version for version, _ in self._key_of.values()}
+        )
+
+    def versions_in_use(self) -> list[int]:
+        """Weight versions that wrote the entries of the blocks that a sequence references, ascending."""
+        return self._versions(np.flatnonzero(self.references), set())
+
+    def _versions(self, blocks: NDArray[np.int64], labels: set[int]) -> list[int]:
+        written = blocks[self.newest[blocks] != UNWRITTEN_NEWEST]
+        return sorted(labels.union(self.oldest[written].tolist(), self.newest[written].tolist()))
+
     def _forget(self, block: int) -> None:
         version, key = self._key_of.pop(block)
         del self._by_key[(version, key.digest)]

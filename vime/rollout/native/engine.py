@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlkernel.contract.claims import Topology
 from rlkernel.contract.identity import Identities
 from rlkernel.verify.evidence import Evidence
 from vime.errors import InputError, InvariantViolation
@@ -364,6 +365,9 @@ class NativeEngine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_lookup_tokens=scheduler.prefix_lookup_tokens,
             in_flight_updates=self.config.in_flight_updates,
+            cached_versions=blocks.cached_versions(),
+            kv_versions=blocks.versions_in_use(),
+            degrees=Topology().as_json(),  # one process
         )
         return self._evidence.as_json()
 

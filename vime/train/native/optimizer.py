@@ -17,10 +17,13 @@ from rlkernel.errors import ContractError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.kernels.cpu.optimizer import AdamWScalars, adamw, clip_factor, gradient_norm
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.evidence import Evidence
 from vime.errors import InputError
 
 Arrays = dict[str, NDArray[np.float32]]
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+OPTIMIZER_IMPLEMENTATIONS = {"gradient_norm": "cpu.gradient_norm", "loss": "cpu.token_losses", "adamw": "cpu.adamw"}
+"""Regions of case ``optimizer_step`` and what computes them here."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,8 +80,10 @@ class AdamW:
         tensors: Mapping[str, torch.Tensor],
         dtype: Literal["float32", "bfloat16"],
         workers: Workers,
+        evidence: Evidence | None = None,
     ) -> None:
         self.config = config
+        self._evidence = evidence if evidence is not None else Evidence("optimizer")
         self._dtype, self._workers = TORCH_DTYPES[dtype], workers
         self._master: Arrays = {name: as_float32(tensors[name]).copy() for name in sorted(tensors)}
         self._moment1: Arrays = {name: np.zeros_like(value) for name, value in self._master.items()}
@@ -103,6 +108,7 @@ class AdamW:
                 f"tensor: {sorted(set(gradients) - set(self._master))}"
             )
         norm = gradient_norm(gradients, self._workers)
+        self._ran("gradient_norm")
         if not np.isfinite(norm):
             raise NumericsError(f"update {self.updates}: the gradient norm is {norm}; {_blame(gradients)}")
         powers = self._powers.advance()
@@ -128,8 +134,12 @@ class AdamW:
             )
             for name, master in self._master.items()
         }
+        self._ran("adamw")
         self._powers = powers
         return float(norm), learning_rate, weights
+
+    def _ran(self, region: str) -> None:
+        self._evidence.ran(region, "optimizer_step", OPTIMIZER_IMPLEMENTATIONS[region])
 
     def check_master(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise NumericsError unless the model's weights are the masters, rounded: bits of either changed otherwise."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlkernel.contract.claims import Topology
 from rlkernel.contract.identity import Identities, TensorEntry, manifest_digest
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.digest import tensor_digest
@@ -23,7 +24,7 @@ from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSa
 from vime.train.losses import LossConfig, TokenLosses, first_nonfinite, step_weights, summarise, token_losses
 from vime.train.native import state
 from vime.train.native.model import GradientShape, TrainableModel, count_forward, evaluate, scored, token_batch
-from vime.train.native.optimizer import AdamW, OptimizerConfig
+from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, AdamW, OptimizerConfig
 from vime.train.ordered import ordered_mean
 
 
@@ -85,7 +86,7 @@ class NativeTrainer:
         self.config = config
         self._model, self._reference = model, reference
         self._identities, self._dtype, self._workers = identities, dtype, workers
-        self._optimizer = AdamW(config.optimizer, tensors, dtype, workers)
+        self._optimizer = AdamW(config.optimizer, tensors, dtype, workers, model.evidence)
         self._gradient_shape = GradientShape.of(model.definition, config.data_parallel_leaves)
         self._steps = 0
         self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -215,6 +216,7 @@ class NativeTrainer:
             _joined(part, "old_logprobs") if loss.needs_old else None,
             _joined(part, "reference_logprobs") if loss.needs_reference else None,
         )
+        self._model.evidence.ran("loss", "optimizer_step", OPTIMIZER_IMPLEMENTATIONS["loss"], len(new))
         for name, values in (("log-probability", new), ("loss", result.loss), ("coefficient", result.coefficient)):
             at = first_nonfinite(values)
             if at is not None:
@@ -283,7 +285,8 @@ class NativeTrainer:
         self._model.weights.update(self._tensors)
 
     def evidence(self) -> dict[str, Any]:
-        """What ran, for evidence.json."""
+        """What ran, and the degrees that it ran at."""
+        self._model.evidence.facts.update(degrees=Topology().as_json())  # one process
         return self._model.evidence.as_json()
 
     def close(self) -> None:

@@ -1,0 +1,255 @@
+"""``vime contract``: what a pipeline's two sides have to compute, as a table, as digests, as a file, and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vime.cli.options import json_option, overrides_option, pipeline_argument
+from vime.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlkernel.contract.build import Contract
+    from rlkernel.contract.differences import Difference
+
+PIPELINE_SUFFIXES = (".yaml", ".yml")
+
+
+@click.group()
+def contract() -> None:
+    """The numerical contract of a pipeline: six points for every region and case, claims, identities."""
+
+
+@contract.command()
+@pipeline_argument
+@overrides_option
+@click.option("--case", metavar="CASE", help="Only this case, as in 'rollout_decode'.")
+@click.option("--region", metavar="REGION", help="Only this region, as in 'rms_norm' or 'o_proj.wgrad'.")
+@json_option
+def show(pipeline: str, overrides: tuple[str, ...], case: str | None, region: str | None, as_json: bool) -> int:
+    """Print the six points of every region and case of PIPELINE, and the dtypes between regions."""
+    from rlkernel.contract.table import boundaries, table_rows
+
+    found = read_pipeline_contract(pipeline, overrides)
+    rows = table_rows(found, case, region)
+    edges = [
+        edge
+        for edge in boundaries(found)
+        if (case is None or case in edge.cases) and (region is None or region in (edge.source, edge.target))
+    ]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps({"event": "entry", **row.as_json()}))
+        for edge in edges:
+            click.echo(json.dumps({"event": "boundary", **edge.as_json()}))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    console.print(_heading(found), highlight=False)
+    console.print(_points_table(rows), highlight=False)
+    if edges:
+        console.print(_boundary_table(edges), highlight=False)
+    return 0
+
+
+def _heading(found: Contract) -> str:
+    from rlkernel.contract.claims import STATE_CLAIMS
+    from rlkernel.contract.table import readable
+
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in found.topology.as_json().items())
+    states = "; ".join(f"{claim.state} by {' and '.join(claim.invalidated_by)}" for claim in STATE_CLAIMS)
+    lines = [
+        f"profile {found.profile}, dtype {found.dtype}, temperature {readable(found.temperature)}",
+        f"bits are invariant up to the degrees {degrees}",
+        f"caches are invalidated: {states}",
+    ]
+    if found.optimizer is not None:
+        lines.append("optimizer " + _flat(found.optimizer))
+    return "\n".join(lines).replace("_", " ")
+
+
+def _flat(value: Any) -> str:
+    from rlkernel.contract.table import readable
+
+    parts = []
+    for key, item in value.items():
+        parts.append(f"{key} ({_flat(item)})" if isinstance(item, dict) else f"{key} {readable(str(item))}")
+    return ", ".join(parts)
+
+
+def _points_table(rows: Any) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from rlkernel.contract.table import describe
+
+    table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
+    for name in ("region", "cases", "point", "what it is"):
+        table.add_column(name, no_wrap=name != "what it is", overflow="fold")
+    for row in rows:
+        points = list(describe(row.points).items())
+        height = max(len(points), len(row.cases))
+        for i in range(height):
+            point, text = points[i] if i < len(points) else ("", "")
+            case = row.cases[i] if i < len(row.cases) else ""
+            table.add_row(row.region if i == 0 else "", case, point, text, end_section=i == height - 1)
+    return table
+
+
+def _boundary_table(edges: Any) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="between regions", title_justify="left")
+    for name in ("from", "to", "dtype", "cases"):
+        table.add_column(name, no_wrap=name != "cases")
+    for edge in edges:
+        table.add_row(edge.source, edge.target, edge.dtype, ", ".join(edge.cases))
+    return table
+
+
+@contract.command()
+@pipeline_argument
+@overrides_option
+@json_option
+def digest(pipeline: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Print the three identities of both sides of PIPELINE, and a digest of every entry."""
+    from rlkernel.contract.canonical import digest as sha256
+    from vime.pipeline.loading import load_pipeline
+    from vime.pipeline.prepare import prepare
+    from vime.runtime.identities import expected_identities
+    from vime.runtime.sides import pipeline_contract
+
+    prepared = prepare(load_pipeline(pipeline, overrides), new_run=False)
+    found = pipeline_contract(prepared.pipeline, prepared.config)
+    sides = {side: identities.as_json() for side, identities in expected_identities(prepared, found).items()}
+    entries = {f"{case}/{region}": sha256(points.as_json()) for (case, region), points in found.entries.items()}
+    if as_json:
+        click.echo(json.dumps({"identities": sides, "entries": entries}))
+        return 0
+    for side, identities in sides.items():
+        for name, value in identities.items():
+            click.echo(f"{value}  {side} {name}")
+    for name, value in entries.items():
+        click.echo(f"{value}  {name}")
+    return 0
+
+
+@contract.command()
+@click.argument("left", metavar="A")
+@click.argument("right", metavar="B")
+@json_option
+def diff(left: str, right: str, as_json: bool) -> int:
+    """Name every field in which the contracts A and B differ. Exit code 1 if any does.
+
+    Each is a pipeline (.yaml), a run directory, or a file that 'vime contract export' wrote.
+    """
+    from rlkernel.contract.differences import differences
+
+    one, other = read_contract_of(left), read_contract_of(right)
+    found = differences(one.as_json(), other.as_json())
+    if as_json:
+        for item in found:
+            values = {"left": _plain(item.left), "right": _plain(item.right)}
+            click.echo(json.dumps({"event": "difference", "path": list(item.path), **values}))
+        return 1 if found else 0
+    if not found:
+        click.echo("the contracts are equal")
+        return 0
+    for field, cases, item in folded(found):
+        where = f"{field} in {', '.join(cases)}" if cases else field
+        click.echo(f"{where}: {_shown(item.left)} in {left}, {_shown(item.right)} in {right}")
+    return 1
+
+
+def folded(found: list[Difference]) -> list[tuple[str, list[str], Difference]]:
+    """Differences by field; those of one region's entries that are equal in several cases become one."""
+    groups: dict[tuple[str, str, str], tuple[list[str], Difference]] = {}
+    for item in found:
+        path, cases = list(item.path), []
+        if path[:2] == ["numerical_policy", "entries"]:
+            case, _, region = path[2].partition("/")
+            path, cases = [region, *path[3:]], [case]
+        key = (".".join(path), repr(item.left), repr(item.right))
+        groups.setdefault(key, ([], item))[0].extend(cases)
+    return [(field, cases, item) for (field, _, _), (cases, item) in groups.items()]
+
+
+def _plain(value: Any) -> Any:
+    from rlkernel.contract.differences import ABSENT
+
+    return {"absent": True} if value is ABSENT else value
+
+
+def _shown(value: Any) -> str:
+    from rlkernel.contract.table import readable
+
+    if isinstance(value, str):
+        return readable(value)
+    return "present" if isinstance(value, dict) else str(_plain_word(value))
+
+
+def _plain_word(value: Any) -> Any:
+    return "none" if value is None else value
+
+
+@contract.command()
+@pipeline_argument
+@click.argument("file", type=click.Path(dir_okay=False), metavar="FILE")
+@overrides_option
+def export(pipeline: str, file: str, overrides: tuple[str, ...]) -> int:
+    """Write the contract of PIPELINE to FILE, as JSON."""
+    from rlkernel.contract.serial import contract_text
+    from vime.store.files import write_file
+
+    text = contract_text(read_pipeline_contract(pipeline, overrides))
+    if not Path(file).parent.is_dir():
+        raise InputError(f"{file} cannot be written: there is no folder {Path(file).parent}")
+    write_file(Path(file), text.encode())
+    click.echo(file)
+    return 0
+
+
+def read_pipeline_contract(pipeline: str, overrides: tuple[str, ...] = ()) -> Contract:
+    """The contract of a pipeline file; data, rewards and the run directory are not looked at.
+
+    Raises PipelineError or ContractError.
+    """
+    from vime.pipeline.loading import load_pipeline
+    from vime.pipeline.model import resolve_model
+    from vime.pipeline.problems import PipelineError
+    from vime.runtime.sides import pipeline_contract
+
+    loaded = load_pipeline(pipeline, overrides)
+    model, problems = resolve_model(loaded)
+    if model is None and not problems:
+        problems = [loaded.problem("model", "exactly one of preset and path is needed")]
+    if model is None or problems:
+        raise PipelineError(problems)
+    return pipeline_contract(loaded.pipeline, model.config)
+
+
+def read_contract_of(name: str) -> Contract:
+    """The contract of a pipeline, a run directory or an exported file. Raises InputError or ContractError."""
+    from rlkernel.contract.serial import SECTIONS, contract_from_json, read_contract
+    from vime.store.run_directory import CONTRACT_NAME
+
+    path = Path(name)
+    if path.suffix in PIPELINE_SUFFIXES:
+        return read_pipeline_contract(name)
+    if not path.is_dir():
+        return read_contract(path)
+    file = path / CONTRACT_NAME
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name} is no run directory with a contract: {file} cannot be read ({error})") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{file} is no contract: an object with {' and '.join(SECTIONS)} is needed")
+    return contract_from_json({section: data[section] for section in SECTIONS if section in data}, str(file))
