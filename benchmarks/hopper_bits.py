@@ -360,7 +360,7 @@ def main() -> int:
     result = {
         "what": "Triton kernels against the interpreter of the contract",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": "python -m benchmarks.hopper_bits " + " ".join(sys.argv[1:]),
         "device": {"name": properties.name, "capability": f"{properties.major}.{properties.minor}"},
         "versions": {
             "python": platform.python_version(),
