@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
+from hardware.rocm import mfma
 from rlkernel.errors import ContractError
 from rlkernel.verify.discovery.formats import (
     Array,
@@ -29,11 +32,20 @@ class FusedAdder:
     2^(largest exponent - fraction_bits), the sum is exact, and is then rounded to the accumulator.
 
     ``raw_exponents``: the exponent of a product is the sum of its factors' exponents, not renormalised.
+    ``unit``: the name of a matrix unit whose own model is executed instead (see :data:`UNITS`).
     """
 
     fraction_bits: int
     mode: Mode
     raw_exponents: bool = True
+    unit: str = ""
+
+    def describe(self) -> str:
+        """In words."""
+        if self.unit:
+            return f"fused adders of {self.unit}"
+        rounding = "round to nearest" if self.mode == "nearest" else "truncate"
+        return f"fused adders keep {self.fraction_bits} bits below the largest exponent, then {rounding}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +81,7 @@ class Arithmetic:
         if self.operand_bits < number_format(self.inputs).bits:
             parts.append(f"inputs narrowed to {self.operand_bits} bits ({self.operand_mode})")
         if self.adder is not None:
-            parts.append(
-                f"fused adders keep {self.adder.fraction_bits} bits below the largest exponent, "
-                f"then {'round to nearest' if self.adder.mode == 'nearest' else 'truncate'}"
-            )
+            parts.append(self.adder.describe())
         if self.starts_at_zero is not None and self.initial is None:
             parts.append("starts from +0" if self.starts_at_zero else "no initial +0")
         if self.initial is not None:
@@ -171,10 +180,24 @@ class _Execution:
             return add_to_float32(terms[0], terms[1])
         return form.round(add_to_odd(terms[0], terms[1]))
 
+    def _unit(self, name: str, children: tuple[int, ...], values: dict[int, Array]) -> Array:
+        length, _, step = UNITS[name]
+        leaves = [child for child in children if child < self._tree.leaves]
+        assert self._b is not None
+        a = torch.zeros((self._a.shape[1], length))
+        b = torch.zeros_like(a)
+        a[:, : len(leaves)] = torch.from_numpy(self._a[leaves].T.astype(np.float32))
+        b[:, : len(leaves)] = torch.from_numpy(self._b[leaves].T.astype(np.float32))
+        total = next((values.pop(child) for child in children if child not in leaves), np.zeros(a.shape[0], np.float32))
+        result: Array = step(a, b, torch.from_numpy(total)).numpy()
+        return result
+
     def _fused_adder(self, children: tuple[int, ...], values: dict[int, Array]) -> Array:
         adder = self._arithmetic.adder
         if adder is None:
             raise ContractError("the tree has fused adders, and the arithmetic does not say how they add")
+        if adder.unit:
+            return self._unit(adder.unit, children, values)
         terms, exponents = [], []
         for child in children:
             if child in values:
@@ -201,6 +224,25 @@ class _Execution:
             smallest = self._accumulator.smallest_exponent
             return round_to_bits(total, self._accumulator.bits, smallest, "truncate").astype(self._accumulator.carrier)
         return self._accumulator.round(total)
+
+
+UNITS: dict[str, tuple[int, str, Callable[..., torch.Tensor]]] = {
+    "mfma.bf16.gfx942": (8, "bfloat16", mfma.dot_k8_bf16),
+    "mfma.fp16.gfx942": (8, "float16", mfma.dot_k8_fp16),
+}
+"""Matrix units that do not add as :class:`FusedAdder` says: (products of a step, dtype, step(a, b, c))."""
+
+
+def unit_of(tree: Tree, dtype: str) -> str | None:
+    """A unit of :data:`UNITS` whose steps could be the tree's nodes: up to so many products and the sum so far."""
+    for name, (length, inputs, _) in UNITS.items():
+        plain = all(
+            len(children) <= length + 1 and sum(child >= tree.leaves for child in children) <= 1
+            for children in tree.nodes
+        )
+        if inputs == dtype and plain:
+            return name
+    return None
 
 
 def _exponent(values: Float64) -> Any:

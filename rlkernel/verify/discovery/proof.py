@@ -1,0 +1,122 @@
+"""The proof of a revealed order: its tree, executed, must give the bits of the target on random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlkernel.verify.discovery.arithmetic import Arithmetic, execute
+from rlkernel.verify.discovery.formats import Array, bits_of
+from rlkernel.verify.discovery.inputs import draw, draw_tiny
+from rlkernel.verify.discovery.targets import Target, Trial
+from rlkernel.verify.discovery.tree import Tree
+
+_OUTPUTS_A_CALL = 512
+_OUTPUTS_A_BATCH = 2048
+_TINY_VECTORS = 32
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of some outputs of one call: all of them, mostly.
+
+    ``checked`` outputs were compared with the executed tree, ``differing`` of them had other bits. ``subnormals``:
+    whether sums around the smallest normal number had the tree's bits too: ``kept``, ``not kept``, ``not checked``.
+    """
+
+    where: str
+    outputs: int
+    tree: Tree
+    arithmetic: Arithmetic
+    checked: int = 0
+    differing: int = 0
+    subnormals: str = "not checked"
+
+
+def check(
+    target: Target, orders: list[Order], labels: npt.NDArray[np.int64], vectors: int, rng: np.random.Generator
+) -> tuple[list[Order], int]:
+    """Compare the executed trees with the target on random inputs; returns the orders with their counts."""
+    calls = max(4, -(-vectors // target.rows))
+    counts = _compare(target, orders, labels, calls, lambda count: draw(target, count, rng), rng)
+    tiny: list[tuple[int, int]] = [(0, 0)] * len(orders)
+    if not (target.positive or target.dtype == "float64" or any(order.tree.fused for order in orders)):
+        tiny = _compare(
+            target, orders, labels, -(-_TINY_VECTORS // target.rows), lambda count: draw_tiny(target, count, rng), rng
+        )
+    result = []
+    for order, (checked, differing), (seen, lost) in zip(orders, counts, tiny, strict=True):
+        subnormals = "not checked" if not seen else "not kept" if lost else "kept"
+        result.append(replace(order, checked=checked, differing=differing, subnormals=subnormals))
+    return result, calls * target.rows
+
+
+def _compare(
+    target: Target,
+    orders: list[Order],
+    labels: npt.NDArray[np.int64],
+    calls: int,
+    vectors: Callable[[int], Array],
+    rng: np.random.Generator,
+) -> list[tuple[int, int]]:
+    """(outputs compared, outputs that differ) of every order, over so many calls with random operands."""
+    counts = [(0, 0)] * len(orders)
+    waiting: list[_Seen] = []
+    for call in range(calls):
+        trial = target.trial(vectors)
+        waiting.append(_Seen(trial, target.outputs(trial), *_places(labels, rng)))
+        if sum(seen.rows.size for seen in waiting) < _OUTPUTS_A_BATCH and call < calls - 1:
+            continue
+        for label, order in enumerate(orders):
+            checked, differing = counts[label]
+            more, wrong = _differing(target, order, [seen.only(labels, label) for seen in waiting])
+            counts[label] = (checked + more, differing + wrong)
+        waiting = []
+    return counts
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Outputs of one call that are compared."""
+
+    trial: Trial
+    outputs: Array
+    rows: Array
+    columns: Array
+
+    def only(self, labels: npt.NDArray[np.int64], label: int) -> _Seen:
+        chosen = labels[self.rows, self.columns] == label
+        return replace(self, rows=self.rows[chosen], columns=self.columns[chosen])
+
+
+def _places(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> tuple[Array, Array]:
+    """Rows and columns of the outputs of a call that are compared: all, or a random choice of many in each order."""
+    places = []
+    for label in range(int(labels.max()) + 1):
+        found = np.flatnonzero(labels == label)
+        if found.size > _OUTPUTS_A_CALL:
+            found = np.unique(np.concatenate([found[[0, -1]], rng.choice(found, _OUTPUTS_A_CALL - 2)]))
+        places.append(found)
+    rows, columns = np.divmod(np.concatenate(places), labels.shape[1])
+    return rows, columns
+
+
+def _differing(target: Target, order: Order, batch: list[_Seen]) -> tuple[int, int]:
+    """(outputs compared, outputs that differ) of one order."""
+    operands = [target.operands_at(seen.trial, seen.rows, seen.columns) for seen in batch]
+    a = np.concatenate([first for first, _ in operands])
+    if not a.shape[0]:
+        return 0, 0
+    b = None if operands[0][1] is None else np.concatenate([second for _, second in operands if second is not None])
+    sums = execute(order.tree, order.arithmetic, a, b)
+    place = wrong = 0
+    for seen in batch:
+        own = sums[place : place + seen.rows.size]
+        place += seen.rows.size
+        with np.errstate(all="ignore"):
+            expected = target.finish(own, seen.trial, seen.rows, seen.columns)
+        wrong += int((bits_of(expected) != bits_of(seen.outputs[seen.rows, seen.columns])).sum())
+    return place, wrong
