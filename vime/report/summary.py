@@ -146,6 +146,11 @@ class RunSummary:
                 f"{self.mismatches:,} log-probabilities and {self.distribution_mismatches:,} distributions differ, "
                 f"in {_steps(broken)}",
             )
+            found = next((step for step in self.steps if step.diagnosis is not None), None)
+            if found is not None and found.diagnosis is not None:
+                details.insert(
+                    1, f"step {found.step}, sample {found.diagnosis['sample']}: {found.diagnosis['sentence']}"
+                )
             most = max(self.mismatches, self.distribution_mismatches)
             return Verdict("bad", f"{self.compared_tokens:,} tokens compared, {most:,} differing", tuple(details))
         details.insert(0, "every log-probability and every distribution has the same bits on both sides")
