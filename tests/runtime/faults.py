@@ -112,16 +112,44 @@ def flip_staged_weight(sides: Sides) -> None:
     engine.stage_weights = stage
 
 
-def flip_weight_in_transit(sides: Sides) -> None:
-    """Between sender and receiver."""
-    whole = sides.transport.receive
+Tensors = dict[str, torch.Tensor]
 
-    def receive(handle: Any) -> dict[str, torch.Tensor]:
-        tensors = {name: tensor.clone() for name, tensor in whole(handle).items()}
-        tensors["model.norm.weight"].view(torch.int32)[5] ^= 1
-        return tensors
 
-    sides.transport.receive = receive  # type: ignore[method-assign]
+def changes_in_transit(change: Callable[[Tensors], Any]) -> Plant:
+    """Something happens to the tensors between sender and receiver."""
+
+    def plant(sides: Sides) -> None:
+        whole = sides.transport.receive
+
+        def receive(handle: Any) -> Tensors:
+            tensors = {name: tensor.clone() for name, tensor in whole(handle).items()}
+            change(tensors)
+            return tensors
+
+        sides.transport.receive = receive  # type: ignore[method-assign]
+
+    return plant
+
+
+def flip_in_transit(tensors: Tensors) -> None:
+    """One bit of one tensor."""
+    tensors["model.norm.weight"].view(torch.int32)[5] ^= 1
+
+
+def swap_in_transit(tensors: Tensors) -> None:
+    """Two tensors of one shape under each other's name."""
+    first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def transpose_in_transit(tensors: Tensors) -> None:
+    """A tensor of another shape."""
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].T.contiguous()
+
+
+def narrow_in_transit(tensors: Tensors) -> None:
+    """A tensor of another dtype."""
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
 
 
 def flip_served_weight(sides: Sides) -> None:

@@ -69,7 +69,6 @@ def test_blocks_of_an_old_version_are_not_found(vime):
     ("plant", "texts", "trained"),
     [
         (faults.flip_staged_weight, ["version 0 is to be committed with digest", "the staged bytes have"], 0),
-        (faults.flip_weight_in_transit, ["engine native-0 staged version 0 with digest", "the trainer published"], 0),
         (faults.flip_served_weight, ["step 0, rollout: engine native-0 serves version 0 with digest"], 0),
         (faults.flip_kv, ["step 0, compare: ", "it is the rollout's array that it does not reproduce"], 0),
         (faults.flip_trainer_rows, ["step 0, score: the trainer's packed weights have digest"], 0),
@@ -86,11 +85,29 @@ def test_a_bit_flipped_during_an_evaluation_is_caught_there(vime):
     caught(ended, "evaluation of version 0: engine native-0 serves version 0 with digest", trained=0)
 
 
-def test_a_failed_publication_is_rolled_back(vime):
-    ended = vime.run(plant=faults.flip_weight_in_transit)
-    rolled_back = [event for event in ended.events if isinstance(event, SyncRolledBack)]
-    assert len(rolled_back) == 1 and "staged version 0" in rolled_back[0].reason
-    assert ended.count("sync_committed") == 0
+@pytest.mark.parametrize("transport", ["memory", "shm", "disk"])
+@pytest.mark.parametrize("change", [faults.flip_in_transit, faults.swap_in_transit])
+def test_weights_that_arrive_otherwise_are_rolled_back(vime, transport, change):
+    ended = vime.run(f"stages.sync.transport={transport}", plant=faults.changes_in_transit(change))
+    caught(ended, "engine native-0 staged version 0 with digest", "the trainer published", trained=0)
+    (rolled_back,) = (event for event in ended.events if isinstance(event, SyncRolledBack))
+    assert "staged version 0 with digest" in rolled_back.reason
+    assert ended.count("sync_staged") == 1 and ended.count("sync_committed") == ended.count("sample_started") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda tensors: tensors.update(scale=tensors["model.norm.weight"]), "scale is not a tensor of this model"),
+        (faults.transpose_in_transit, "lm_head.weight has shape"),
+        (faults.narrow_in_transit, "model.norm.weight is torch.bfloat16, the contract says float32"),
+    ],
+)
+def test_missing_extra_and_unfitting_tensors_are_refused(vime, change, text):
+    ended = vime.run(plant=faults.changes_in_transit(change))
+    caught(ended, "engine native-0: what arrived of version 0 is refused: 1 tensors do not fit", text, trained=0)
+    assert ended.count("sync_staged") == ended.count("sample_started") == 0
 
 
 # ------------------------------------------------------------------------------------------ copied arrays

@@ -87,11 +87,13 @@ def synchronise(
 
     handle = transport.send(tensors)
     staged: list[SyncTarget] = []
+    reported: set[str] = set()  # an engine that refused what arrived has staged nothing
     try:
         for target in targets:
             staged.append(target)
             seen = target.stage(version, handle)
             note("staged", target.engine_id, seen)
+            reported.add(target.engine_id)
             if seen != digest:
                 raise InvariantViolation(
                     f"engine {target.engine_id} staged version {version} with digest {seen}; "
@@ -109,7 +111,8 @@ def synchronise(
     except VimeError as error:
         for target in staged:
             target.rollback_weights()
-            note("rolled_back", target.engine_id, digest, str(error))
+            if target.engine_id in reported:
+                note("rolled_back", target.engine_id, digest, str(error))
         raise
     finally:
         transport.release(handle)

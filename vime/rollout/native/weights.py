@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlkernel.errors import ModelError
 from vime.errors import InvariantViolation
 from vime.rollout.interface import CommittedVersion
 from vime.rollout.native.model import ServedWeights
@@ -45,7 +46,10 @@ class WeightSlots:
         return None if self._served is None else self._served.version
 
     def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Build weights beside the served ones; returns the digest recomputed from the staged bytes."""
+        """Build weights beside the served ones; returns the digest recomputed from the staged bytes.
+
+        Raises InvariantViolation for a version that cannot follow, and for missing, extra or unfitting tensors.
+        """
         if version < 0:
             raise InvariantViolation(f"engine {self._engine_id}: version {version} is staged; versions start at 0")
         if self._staged is not None:
@@ -58,7 +62,12 @@ class WeightSlots:
                 f"engine {self._engine_id}: version {version} is staged, but {self._served.version} is served; "
                 "only a later version can follow"
             )
-        weights = self._factory(tensors)
+        try:
+            weights = self._factory(tensors)
+        except ModelError as error:
+            raise InvariantViolation(
+                f"engine {self._engine_id}: what arrived of version {version} is refused: {error}"
+            ) from error
         digest = weights.manifest_digest()
         self._staged = LabelledWeights(version, digest, weights)
         return digest
