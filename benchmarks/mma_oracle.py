@@ -292,8 +292,15 @@ def compare(unit: Unit, kind: str, count: int, device: str) -> dict[str, Any]:
         if device != "cpu" and not seed:  # the model's bits on the CPU, for part of the inputs
             here = unit.model(*(x[: _BLOCK["cpu"]].cpu() for x in (a, b, c)))
             elsewhere = differing(canonical(here), canonical(found[: len(here)].cpu()))
-    return {"unit": unit.name, "class": kind, "dots": count, "differing": wrong, "results": dict(reached), "cpu_differs": elsewhere,
-            "first": first}  # fmt: skip
+    return {
+        "unit": unit.name,
+        "class": kind,
+        "dots": count,
+        "differing": wrong,
+        "results": dict(reached),
+        "cpu_differs": elsewhere,
+        "first": first,
+    }
 
 
 def record(path: Path) -> None:
