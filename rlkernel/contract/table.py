@@ -10,7 +10,7 @@ from rlkernel.contract.build import FORWARD_CASES, Contract
 from rlkernel.contract.canonical import bits_float32, bits_float64, digest
 from rlkernel.contract.points import SixPoints
 from rlkernel.errors import ContractError
-from rlkernel.models.definition import define_model
+from rlkernel.models.definition import REGION_KINDS, define_model
 
 CASES = (*FORWARD_CASES, "trainer_backward", "optimizer_step")
 
@@ -66,7 +66,10 @@ def table_rows(contract: Contract, case: str | None = None, region: str | None =
     for (entry_case, entry_region), points in contract.entries.items():
         if case in (None, entry_case) and region in (None, entry_region):
             found.setdefault((entry_region, points), []).append(entry_case)
-    return [Row(name, tuple(in_cases), points) for (name, points), in_cases in found.items()]
+    rows = [Row(name, tuple(in_cases), points) for (name, points), in_cases in found.items()]
+    order = (*REGION_KINDS[:-1], "lm_head", REGION_KINDS[-1])
+    # forward entries in order of execution; gradients and the optimizer's follow as the contract lists them
+    return sorted(rows, key=lambda r: order.index(r.region) if r.cases[0] in FORWARD_CASES else len(order))
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:

@@ -91,6 +91,16 @@ def check_sample(sample: TrainSample) -> None:
         raise InputError(f"sample {sample.sample_id} has {count} response tokens, but arrays of other shapes: {wrong}")
 
 
+def check_vocabulary(samples: Sequence[TrainSample], vocab_size: int) -> None:
+    """Raise InputError naming a token id that the vocabulary does not have, and its sample."""
+    for sample in samples:
+        for token in (*sample.prompt_token_ids, *sample.token_ids):
+            if not 0 <= token < vocab_size:
+                raise InputError(
+                    f"sample {sample.sample_id} holds the token id {token}; the vocabulary has {vocab_size}"
+                )
+
+
 def micro_batches(count: int, size: int) -> list[range]:
     """Consecutive ranges of at most ``size`` whole samples."""
     if size < 1:

@@ -28,6 +28,7 @@ from vime.rollout.native.scoring import score_sequence
 from vime.rollout.native.sequence import SequenceState
 from vime.rollout.native.stops import Detokenize, StopStrings
 from vime.rollout.native.weights import WeightsFactory, WeightSlots
+from vime.train.batching import check_sample, check_vocabulary
 from vime.train.interface import ScoredSample, TrainSample
 from vime.types import FinishReason, GeneratedSample, RolloutRequest, SampleId
 
@@ -310,6 +311,8 @@ class NativeEngine:
         """Evaluate a given sequence with the served weights, by a forward of its own. Raises as :meth:`generate`."""
         self._refuse_closed()
         _ = self._weights.served
+        check_sample(sample)
+        check_vocabulary([sample], self._vocab_size)
         self._probe()
         return score_sequence(self._model, sample, temperature)
 

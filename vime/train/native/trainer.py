@@ -19,7 +19,7 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.ops.weights import tensors_manifest_digest
 from vime.errors import InputError
 from vime.mismatch.localise import Boundary, trace_sample
-from vime.train.batching import check_sample, flatten, micro_batches, update_batches
+from vime.train.batching import check_sample, check_vocabulary, flatten, micro_batches, update_batches
 from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSample
 from vime.train.losses import LossConfig, TokenLosses, first_nonfinite, step_weights, summarise, token_losses
 from vime.train.native import state
@@ -125,12 +125,16 @@ class NativeTrainer:
         return packed
 
     def score(self, samples: Sequence[TrainSample], model: Literal["policy", "reference"] = "policy") -> ScoreResult:
-        """Evaluate the response tokens in case ``trainer_score``. Raises InputError without a reference model."""
+        """Evaluate the response tokens in case ``trainer_score``.
+
+        Raises InputError without a reference model, and for a sample that cannot be evaluated.
+        """
         if model not in ("policy", "reference"):
             raise InputError(f"scores of model {model!r} were asked for: policy and reference exist")
         chosen = self._model if model == "policy" else self._reference
         if chosen is None:
             raise InputError("scores of the reference model were asked for, and the trainer has none")
+        check_vocabulary(samples, chosen.definition.config.vocab_size)
         self._workers.probe()
         case = "trainer_score"
         results: list[ScoredSample] = []
@@ -159,6 +163,7 @@ class NativeTrainer:
                 f"step {step} was asked for, but the trainer has done {self._steps}: steps are consecutive"
             )
         self._workers.probe()
+        check_vocabulary(samples, self._model.definition.config.vocab_size)
         for sample in samples:
             self._check(sample)
         weights = step_weights([sample.loss_mask for sample in samples], self.config.loss.normalise)
