@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlkernel.errors import NumericsError
 from tests.runtime import faults
 from tests.runtime.helpers import caught, clean
 from vime.timeline.events import StepCompared, StepTrained, SyncRolledBack
@@ -78,6 +79,11 @@ def test_blocks_of_an_old_version_are_not_found(vime):
 )
 def test_one_flipped_bit_is_caught(vime, plant, texts, trained):
     caught(vime.run(plant=plant), *texts, trained=trained)
+
+
+def test_a_bit_flipped_before_the_first_publication_is_noted_too(vime):
+    ended = vime.run(plant=lambda sides: faults.flip(sides.trainer._model.weights._rows["layers.0.o_proj"].data))
+    caught(ended, "the trainer's packed weights have digest", trained=0, kind=NumericsError)
 
 
 def test_a_bit_flipped_during_an_evaluation_is_caught_there(vime):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.contract.canonical import digest
+from rlkernel.errors import RlkernelError
 from rlkernel.models.saving import write_description
 from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
 from vime.mismatch.report import build_report
@@ -107,7 +108,7 @@ class _Run:
         except (Interrupted, KeyboardInterrupt) as error:
             self._note_interruption(sides, str(error) or "interrupted")
             raise
-        except VimeError as error:
+        except (VimeError, RlkernelError) as error:
             self._note_interruption(sides, str(error))
             raise
         finally:
