@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from rlkernel.contract.identity import Identities
 from rlkernel.contract.schedules import BetaPowers
-from vime.errors import InputError
+from vime.errors import InputError, Interrupted
 from vime.train.native.optimizer import AdamW, AdamWState
 
 FORMAT = 1
@@ -71,7 +71,10 @@ def save(
     digests: dict[str, str] = {}
     for name in TENSOR_FILES:
         path = folder / f"{name}.safetensors"
-        save_file({key: value.contiguous() for key, value in groups[name].items()}, path, {"format": "pt"})
+        try:
+            save_file({key: value.contiguous() for key, value in groups[name].items()}, path, {"format": "pt"})
+        except SafetensorError as error:  # a full disk, of which safetensors keeps only the words
+            raise Interrupted(f"{path} cannot be written ({error}): make room, then resume") from error
         _sync(path)
         digests[path.name] = file_sha256(path)
     content = {
