@@ -40,10 +40,12 @@ def _leaf(
             x = tl.load(a_rows + index[None, :], mask=row_inside[:, None], other=0.0)
             y = tl.load(b_rows + index[:, None], mask=column_inside[None, :], other=0.0)
         else:
-            # beyond the end a holds -0 and b +0: fma(-0, +0, acc) is acc, whatever acc is
             inside = index < last
-            x = tl.load(a_rows + index[None, :], mask=row_inside[:, None] & inside[None, :], other=-0.0)
+            x = tl.load(a_rows + index[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0)
             y = tl.load(b_rows + index[:, None], mask=column_inside[None, :] & inside[:, None], other=0.0)
+            # beyond the end a holds -0 and b +0: fma(-0, +0, acc) is acc, whatever acc is (a selection of its own,
+            # because an asynchronous load drops the sign of `other=-0.0`)
+            x = tl.where(inside[None, :], x, tl.full(x.shape, -0.0, x.dtype))
         if WIDEN:
             x = x.to(tl.float32)
             y = y.to(tl.float32)

@@ -69,8 +69,11 @@ def packed(low: Symbols, high: Symbols) -> Symbols:
 
 
 def add(a: Symbols, b: Symbols) -> Symbols:
-    """add.rn.f32."""
-    return mix((mix(a ^ _SUM) + mix(b ^ _SUM)) * _A)
+    """add.rn.f32. Constants: x + -0 is x (compilers fill vectors with -0), 0 + 0 is 0."""
+    total = mix((mix(a ^ _SUM) + mix(b ^ _SUM)) * _A)
+    zero, minus_zero = constant(0), constant(0x80000000)
+    total = np.where((a == zero) & (b == zero), zero, total)
+    return np.asarray(np.where(a == minus_zero, b, np.where(b == minus_zero, a, total)))
 
 
 def _factors(a: Symbols, b: Symbols) -> Symbols:
@@ -92,8 +95,11 @@ def mul(a: Symbols, b: Symbols) -> Symbols:
 
 
 def fma(a: Symbols, b: Symbols, c: Symbols) -> Symbols:
-    """fma.rn.f32: ``a * b + c``."""
-    return mix(mix(_factors(a, b) ^ _FUSED) + mix(c ^ _ADDEND) * _B)
+    """fma.rn.f32: ``a * b + c``. The padding -0 * +0 leaves every c as it is."""
+    fused = mix(mix(_factors(a, b) ^ _FUSED) + mix(c ^ _ADDEND) * _B)
+    zero, minus_zero = constant(0), constant(0x80000000)
+    padding = ((a == minus_zero) & (b == zero)) | ((a == zero) & (b == minus_zero))
+    return np.asarray(np.where(padding, c, fused))
 
 
 def operation(name: str, *operands: Symbols) -> Symbols:
@@ -102,6 +108,15 @@ def operation(name: str, *operands: Symbols) -> Symbols:
     for x in operands:
         total = mix(total * _A + x)
     return total
+
+
+def div(a: Symbols, b: Symbols, divisor_bits: Any, is_constant: Any) -> Symbols:
+    """div.rn.f32. By a constant power of two it is the product with the reciprocal: one real value, one rounding."""
+    bits = np.asarray(divisor_bits, dtype=np.uint32)
+    exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
+    power = is_constant & (bits & np.uint32(0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
+    reciprocal = (bits & np.uint32(0x80000000)) | ((np.uint32(254) - np.minimum(exponent, 254)) << np.uint32(23))
+    return np.asarray(np.where(power, mul(a, constant(reciprocal)), operation("div.rn.f32", a, b)))
 
 
 def cast_bf16(x: Symbols) -> Symbols:
@@ -113,11 +128,9 @@ def unit_products(a: Symbols, b: Symbols) -> Symbols:
     """Sum over k of the exact products of a [M, k] and b [N, k] inside one step of a matrix unit -> [M, N].
 
     The unit adds the products of a step exactly, so their order has no meaning and the sum of hashes is commutative.
-    A product of two zero constants (padding) contributes nothing.
+    A product with a zero constant (padding) contributes nothing.
     """
-    zero = constant(0)
-    left = np.where(a == zero, NONE, mix(a ^ _UNIT))
-    right = np.where(b == zero, NONE, mix(b ^ _UNIT))
+    left, right = (np.where((x == constant(0)) | (x == constant(0x80000000)), NONE, mix(x ^ _UNIT)) for x in (a, b))
     return np.asarray(np.matmul(left, right.T))
 
 

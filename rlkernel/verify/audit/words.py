@@ -86,11 +86,7 @@ def pack(low: Word, high: Word, low_half: int, high_half: int) -> Word:
     bits = ((low.bits >> np.uint32(16 * low_half)) & _HALF) | (
         ((high.bits >> np.uint32(16 * high_half)) & _HALF) << _16
     )
-    return Word(bits, high_of(low) if low_half else low.low, high_of(high) if high_half else high.low)
-
-
-def high_of(x: Word) -> Symbols:
-    return x.high
+    return Word(bits, low.high if low_half else low.low, high.high if high_half else high.low)
 
 
 def fused(a: Word, b: Word, c: Word) -> Word:
@@ -113,8 +109,9 @@ def multiplied(a: Word, b: Word) -> Word:
 
 def divided(a: Word, b: Word) -> Word:
     """div.rn.f32."""
+    symbol = symbols.div(a.value(), b.value(), b.bits, (b.low == NONE) & (b.high == NONE))
     with np.errstate(all="ignore"):
-        return of_value(a.floats() / b.floats(), symbols.operation("div.rn.f32", a.value(), b.value()))
+        return of_value(a.floats() / b.floats(), symbol)
 
 
 def rooted(a: Word) -> Word:
@@ -143,7 +140,8 @@ def narrowed_bf16(a: Word) -> tuple[NDArray[np.uint32], Symbols]:
 class MatrixEvent:
     """One matrix instruction as it ran: what it added to the accumulators of one warp or warpgroup.
 
-    ``a`` [M, k] and ``b`` [N, k] are the symbols of the operands; ``fresh``: the accumulators were constants before.
+    ``a`` [M, k] and ``b`` [N, k] are the symbols of the operands; ``fresh``: the accumulators were constants before;
+    ``unit``: (block, warp, warpgroup or wave) that executed it.
     """
 
     opcode: str
@@ -151,3 +149,4 @@ class MatrixEvent:
     a: Symbols
     b: Symbols
     fresh: bool
+    unit: tuple[int, int]

@@ -65,7 +65,7 @@ def compare(w: WaveState, opcode: str, operands: Sequence[str]) -> None:
 
 def _classify(w: WaveState, target: str, left: str, right: str) -> None:
     x, classes = w.vector(left), w.vector(right).bits
-    if (classes != _CLASSES).any():
+    if (classes != _CLASSES)[w.exec_lanes].any():
         raise NotModelled("a classification other than zero or infinity")
     value = x.floats()
     w.set_mask(target, (value == 0) | (value == np.inf))
@@ -82,7 +82,7 @@ def select(w: WaveState, operands: Sequence[str], instruction: Instruction) -> N
     b = _selected(w, chosen, modifiers.get("src1_sel", ""))
     if mask in w.classified:
         operand = w.classified[mask]
-        if _is_root_of(a.value(), operand):
+        if _is_root_of(a.value(), operand, w.exec_lanes):
             picked = words.select(condition(w, mask), b, a)
             root = symbols.operation("sqrt.rn.f32", operand)
             w.set_vector(target, Word(picked.bits, symbols.low_mark(root), root))
@@ -97,8 +97,8 @@ def _root_candidates(operand: Symbols) -> list[Symbols]:
     return neighbours + [symbols.mul(scale, x) for x in neighbours]
 
 
-def _is_root_of(found: Symbols, operand: Symbols) -> bool:
-    matches = np.zeros(LANES, dtype=np.bool_)
+def _is_root_of(found: Symbols, operand: Symbols, active: Any) -> bool:
+    matches = ~active
     for candidate in _root_candidates(operand):
         matches |= found == candidate
     return bool(matches.all())
@@ -176,6 +176,6 @@ def fixup(w: WaveState, operands: Sequence[str]) -> None:
     """``v_div_fixup_f32``: the correctly rounded quotient, if everything before it is LLVM's sequence."""
     quotient, denominator, numerator = (w.vector(text) for text in operands[1:4])
     expected = _fmas_symbol(denominator.value(), numerator.value())
-    if (quotient.value() != expected).any():
+    if (quotient.value() != expected)[w.exec_lanes].any():
         raise NotModelled("a quotient that does not come from the sequence of a correctly rounded division")
     w.set_vector(operands[0], words.divided(numerator, denominator))

@@ -27,7 +27,7 @@ _LDS_BYTES = 64 * 1024
 _KERNARG = 1 << 20
 _WIDTH = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4, "b32": 1, "b64": 2, "b96": 3, "b128": 4}
 _HALF = ("ushort", "short", "u16")
-_DS = re.compile(r"^ds_(read|write)(2?)(st64)?_(b32|b64|b96|b128|u16|b16)$")
+_DS = re.compile(r"^ds_(read|write)(2?)(st64)?_(b32|b64|b96|b128|u16|b16|b16_d16_hi|u16_d16|u16_d16_hi)$")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class GcnMachine:
         return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
 
     def _start(self, index: int, block: int) -> WaveState:
-        wave, directives = WaveState(), self._listing.directives
+        wave, directives = WaveState((block, index)), self._listing.directives
         count = int(directives.get("amdhsa_user_sgpr_count", "2"))
         preloaded = int(directives.get("amdhsa_user_sgpr_kernarg_preload_length", "0"))
         wave.set_scalar("s[0:1]", _KERNARG, 2)
@@ -247,12 +247,8 @@ class GcnMachine:
             raise NotModelled("this instruction has no model")
         write, two, scaled, kind = found[1] == "write", bool(found[2]), bool(found[3]), found[4]
         base = w.vector(i.operands[0] if write else i.operands[1]).bits.astype(np.int64)
-        if kind in ("u16", "b16"):
-            address = base + int(i.modifiers.get("offset", "0"), 0)
-            if write:
-                self._lds.store_half(address, w.vector(i.operands[1]), w.exec_lanes)
-            else:
-                w.set_vector(i.operands[0], self._lds.load_half(address, w.exec_lanes))
+        if kind.startswith(("u16", "b16")):
+            self._shared_half(w, i, base + int(i.modifiers.get("offset", "0"), 0), kind)
             return
         count = _WIDTH[kind]
         unit = 4 * count * (64 if scaled else 1)
@@ -265,6 +261,18 @@ class GcnMachine:
         else:
             loaded = [word for address in addresses for word in self._lds.load(address, count, w.exec_lanes)]
             w.set_range(i.operands[0], loaded)
+
+    def _shared_half(self, w: WaveState, i: Instruction, address: NDArray[np.int64], kind: str) -> None:
+        if i.opcode.startswith("ds_write"):
+            word = w.vector(i.operands[1])
+            half = words.pack(word, word, 1, 1) if kind.endswith("d16_hi") else word
+            self._lds.store_half(address, half, w.exec_lanes)
+            return
+        loaded = self._lds.load_half(address, w.exec_lanes)
+        if "d16" in kind:  # the other half of the register stays
+            old = w.vector(i.operands[0])
+            loaded = words.pack(old, loaded, 0, 0) if kind.endswith("hi") else words.pack(loaded, old, 0, 1)
+        w.set_vector(i.operands[0], loaded)
 
     # --- matrix instructions ------------------------------------------------------------------------------------
 
@@ -285,6 +293,6 @@ class GcnMachine:
             before[row, column] = word.value()
         after = gcn_matrix.step(shape, a, b, before)
         fresh = not any(word.has_symbol() for word in held)
-        self.events.append(MatrixEvent(i.opcode, i.location, a, b, fresh))
+        self.events.append(MatrixEvent(i.opcode, i.location, a, b, fresh, w.unit))
         zeros = np.zeros(LANES, dtype=np.float32)
         w.set_range(target, [words.of_value(zeros, after[row, column]) for row, column in places])

@@ -59,7 +59,8 @@ def literal(text: str) -> int | None:
 class WaveState:
     """Scalar registers are Python integers (bits alone); vector registers are words with symbols."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: tuple[int, int] = (0, 0)) -> None:
+        self.unit = unit
         self.s: dict[int, int] = {}
         self.v: dict[tuple[str, int], Word] = {}
         self.special: dict[str, int] = {"vcc": 0, "exec": ALL, "scc": 0, "m0": 0}

@@ -122,7 +122,11 @@ def _set_bit_16(w: WaveState, target: str, x: Word) -> None:
 
 def _and(w: WaveState, o: Sequence[str], i: Instruction) -> None:
     for text, selector, other in ((o[1], "src0_sel", o[2]), (o[2], "src1_sel", o[1])):
-        if i.modifiers.get(selector) == "WORD_1" and w.vector(text).has_symbol() and (w.vector(other).bits == 1).all():
+        if (
+            i.modifiers.get(selector) == "WORD_1"
+            and w.vector(text).has_symbol()
+            and (w.vector(other).bits == 1)[w.exec_lanes].all()
+        ):
             _set_bit_16(w, o[0], w.vector(text))
             return
     a = _selected(w, o[1], i.modifiers.get("src0_sel", ""))
@@ -131,10 +135,10 @@ def _and(w: WaveState, o: Sequence[str], i: Instruction) -> None:
         raise NotModelled("a result in a part of a register")
     for x, mask in ((a, b), (b, a)):
         if x.has_symbol() and not mask.has_symbol():
-            if (mask.bits == 0xFFFF0000).all():
+            if (mask.bits == 0xFFFF0000)[w.exec_lanes].all():
                 w.set_vector(o[0], words.widen_high(x))
                 return
-            if (mask.bits == 0xFFFF).all():
+            if (mask.bits == 0xFFFF)[w.exec_lanes].all():
                 w.set_vector(o[0], Word(x.bits & np.uint32(0xFFFF), x.low, _none()))
                 return
     w.set_bits(o[0], a.bits & b.bits)
@@ -165,7 +169,7 @@ def _shift_or(w: WaveState, o: Sequence[str], _: Instruction) -> None:
 
 def _and_or(w: WaveState, o: Sequence[str], _: Instruction) -> None:
     x, mask, other = (w.vector(text) for text in o[1:4])
-    if x.has_symbol() and (mask.bits == 0xFFFF0000).all():
+    if x.has_symbol() and (mask.bits == 0xFFFF0000)[w.exec_lanes].all():
         w.set_vector(o[0], _joined(Word(mask.bits & x.bits, _none(), x.high), other))
     else:
         w.set_bits(o[0], (x.bits & mask.bits) | other.bits)
@@ -201,9 +205,9 @@ def _add_three(w: WaveState, o: Sequence[str], _: Instruction) -> None:
     bits = a.bits + b.bits + c.bits
     rounding = [x for x in (a, b, c) if not x.has_symbol()]
     traced = [x for x in (a, b, c) if x.has_symbol()]
-    if len(traced) == 2 and (rounding[0].bits == 0x7FFF).all():
+    if len(traced) == 2 and (rounding[0].bits == 0x7FFF)[w.exec_lanes].all():
         for x, bit in (traced, traced[::-1]):
-            if (bit.value() == symbols.operation("bit 16", x.value())).all():
+            if (bit.value() == symbols.operation("bit 16", x.value()))[w.exec_lanes].all():
                 rest = symbols.operation("below bfloat16", x.value())
                 w.set_vector(o[0], Word(bits, rest, symbols.cast_bf16(x.value())))
                 return

@@ -67,7 +67,7 @@ def fragment_b(registers: Sequence[Word], warp: int) -> Symbols:
 
 
 def accumulator_places(threads: int, columns: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(row, column) of every thread for each accumulator register; a warp has 16 rows, ``columns`` is a multiple of 8."""
+    """(row, column) of every thread for each accumulator register: 16 rows a warp, ``columns`` in chunks of 8."""
     lane, warp = _lanes(threads), np.arange(threads) // 32
     places = []
     for chunk in range(columns // 8):

@@ -19,6 +19,7 @@ from rlkernel.verify.audit.words import NotModelled
 
 _IGNORED = (
     "bar.sync",
+    "bar.warp.sync",
     "barrier.sync",
     "wgmma.fence",
     "wgmma.commit_group",

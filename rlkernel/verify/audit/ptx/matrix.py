@@ -56,7 +56,7 @@ class PtxMatrix(PtxState):
             descriptor = self._uniform(self._wide_value(operands[2]), first)
             b = layouts.tile_behind_descriptor(self._shared, descriptor, columns, transposed_b)
             after[group] = symbols.unit_step(symbols.unit_products(a, b), before[group])
-            self.events.append(MatrixEvent(instruction.opcode, instruction.location, a, b, fresh))
+            self.events.append(MatrixEvent(instruction.opcode, instruction.location, a, b, fresh, (self._block, group)))
         zeros = np.zeros(self._threads, dtype=np.float32)
         for name, (row, column) in zip(accumulators, places, strict=True):
             self._registers[name] = words.of_value(zeros, after[row // 64, row % 64, column])
@@ -85,7 +85,9 @@ class PtxMatrix(PtxState):
             rows = slice(16 * warp, 16 * warp + 16)
             b = layouts.fragment_b(b_words, warp)
             after[rows] = symbols.unit_step(symbols.unit_products(a[rows], b), before[rows])
-            self.events.append(MatrixEvent(instruction.opcode, instruction.location, a[rows], b, fresh))
+            self.events.append(
+                MatrixEvent(instruction.opcode, instruction.location, a[rows], b, fresh, (self._block, warp))
+            )
         zeros = np.zeros(self._threads, dtype=np.float32)
         for name, (row, column) in zip(targets, places, strict=True):
             self._registers[name] = words.of_value(zeros, after[row, column])
