@@ -38,6 +38,19 @@ def test_a_swapped_reduction_order_is_caught_and_its_region_named(vime, kind):
         assert compared.metrics["diagnosis"]["boundary"]["differing"] > 0
 
 
+@pytest.mark.parametrize(
+    ("setting", "kind", "name"),
+    [
+        # in bfloat16 most differences of an order are rounded away, and then nothing differs; logits are never rounded
+        ("contract.dtype=bfloat16", "logprob", "logprob (logits)"),
+        ("contract.topology.tp=2", "down_proj", "layers.0.down_proj"),
+    ],
+)
+def test_other_contracts_notice_a_swapped_order_too(vime, setting, kind, name):
+    ended = vime.run(setting, plant=other_kernels.engine_runs(kind, KERNELS[kind]))
+    caught(ended, "step 0, compare: ", f"the first differing boundary is {name}", trained=0)
+
+
 def test_a_kernel_that_differs_in_one_case_only_is_caught(vime):
     decode = other_kernels.ReversedColumns(True, ("rollout_decode",))
     ended = vime.run(plant=other_kernels.engine_runs("qkv_proj", decode))
