@@ -15,7 +15,7 @@ from rlkernel.contract.points import SixPoints
 from rlkernel.errors import ContractError
 from rlkernel.reference.arith import add, cast, div, fma32, maximum, mul, sub
 from rlkernel.reference.lookup import primitive
-from rlkernel.reference.reductions import add_chain, chain, matmul, multiply_accumulate, tree
+from rlkernel.reference.reductions import add_chain, chain, multiply_accumulate, tree
 
 Tensor = torch.Tensor
 NEGATIVE_INFINITY = float("-inf")
@@ -36,7 +36,7 @@ def bits_constant(points: SixPoints, name: str) -> float:
 
 def scores(points: SixPoints, q: Tensor, k: Tensor) -> Tensor:
     """Scaled scores [n, L] of query rows [n, D] and keys [L, D]."""
-    return mul(matmul(points, q, k), torch.full((), bits_constant(points, "scale2"), device=q.device))
+    return mul(chain(points, q[:, None, :], k[None, :, :]), torch.full((), bits_constant(points, "scale2"), device=q.device))
 
 
 def visible_chain(
@@ -156,7 +156,7 @@ def attend_backward(
         s = scores(points, q[:, h], k)
         delta = _row_dot(points, dout[:, h], out[:, h])
         p = weights_exp2(torch.where(mask, sub(s, lse2[:, h, None]), torch.zeros_like(s)))
-        dp = matmul(points, dout[:, h], v)
+        dp = chain(points, dout[:, h, None, :], v[None, :, :])
         ds = rounded(mul(p, sub(dp, delta[:, None].expand_as(dp))), narrow_s)
         ds = torch.where(mask, ds, torch.zeros_like(ds))
         p = torch.where(mask, rounded(p, narrow_p), torch.zeros_like(p))
