@@ -1,0 +1,96 @@
+"""What resume refuses, and what it does with a run that is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlkernel.contract.build import Contract
+from tests.runtime.crash.cutting import stop_after
+from tests.runtime.crash.scene import (
+    PLAIN,
+    Whole,
+    differences,
+    vime_in_child,
+)
+from vime.cli.main import invoke
+from vime.errors import InputError
+from vime.store.run_directory import RunDirectory, RunView
+from vime.timeline.events import RunFinished
+from vime.timeline.manager import LOG_NAME
+
+
+def test_two_processes_on_one_run(whole: Whole, base: Path, work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole(PLAIN)
+    moment = stop_after(PLAIN, base / "shared" / "run", "batch_assigned", 2)
+    with RunDirectory.open_for_resume(moment.path):
+        assert vime_in_child(["resume", str(moment.path)], work.parent / "said") == 2
+        assert f"in use by process {os.getpid()}" in (work.parent / "said").read_text()
+    assert differences(whole(PLAIN), PLAIN.finish(moment.path)) == []
+
+
+def test_finished_run_is_reported_again(whole: Whole, work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole(PLAIN).run_directory, work / "run")
+    report = (work / "run" / "report.html").read_text()
+    log = (work / "run" / LOG_NAME).read_bytes()
+    for name in ("report.html", "steps.jsonl", "provenance.jsonl"):
+        (work / "run" / name).unlink()  # as if the last process had died before it wrote them
+    assert invoke(["resume", str(work / "run"), "--json"]) == 0
+    last = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert last["event"] == "finished" and last["steps"] == 2
+    # the same page but for the order of the contract's entries, which are now read from a file
+    again = (work / "run" / "report.html").read_text()
+    assert sorted(again) == sorted(report) and str(whole(PLAIN).extra["run_digest"]) in again
+    assert (work / "run" / LOG_NAME).read_bytes() == log
+    assert isinstance(RunView.open(work / "run").records[-1].event, RunFinished)
+    assert differences(whole(PLAIN), PLAIN.finish(work / "run")) == []
+
+
+@pytest.mark.parametrize("event", ["sync_committed", "run_finished", "contract_fixed"])
+def test_changed_pipeline_is_refused(whole: Whole, work: Path, event: str, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole(PLAIN).run_directory, work / "run")
+    last = [r for r in RunView.open(work / "run").records if r.event.type == event][-1]
+    os.truncate(work / "run" / LOG_NAME, last.end)
+    for key, old, new, named in (
+        ("temperature", "1.0", "1.5", "stages.rollout.sampling.temperature was 1.0 and is 1.5"),
+        ("learning_rate", "0.003", "0.004", "stages.train.optimizer.learning_rate was 0.003 and is 0.004"),
+        ("steps", "2", "3", "steps was 2 and is 3"),
+    ):
+        change(work / "run" / "pipeline.yaml", key, old, new)
+        assert invoke(["resume", str(work / "run")]) == 2
+        assert f"is not the pipeline that this run began with: {named}" in capfd.readouterr().err
+        change(work / "run" / "pipeline.yaml", key, new, old)
+    assert differences(whole(PLAIN), PLAIN.finish(work / "run")) == []
+
+
+def change(file: Path, key: str, old: str, new: str) -> None:
+    """Another value of a key of a YAML file."""
+    text = file.read_text()
+    changed = re.sub(rf"(?m)^( *{key}: ){re.escape(old)}$", rf"\g<1>{new}", text)
+    assert changed != text, text
+    file.write_text(changed)
+
+
+def test_settings_that_decide_no_bits_may_change(whole: Whole, base: Path) -> None:
+    whole(PLAIN)
+    moment = stop_after(PLAIN, base / "retuned" / "run", "step_compared", 2)
+    for key, old, new in (("max_num_seqs", "4", "7"), ("block_size", "16", "8"), ("micro_batch_samples", "64", "2")):
+        change(moment.path / "pipeline.yaml", key, old, new)
+    assert differences(whole(PLAIN), PLAIN.finish(moment.path)) == []
+
+
+def test_another_identity_is_refused(whole: Whole, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole(PLAIN)
+    moment = stop_after(PLAIN, base / "identity" / "run", "checkpoint_written", 1)
+
+    policy = Contract.numerical_policy
+    with monkeypatch.context() as later:  # a later version of vime, say, that sums in another order
+        later.setattr(Contract, "numerical_policy", lambda self: {**policy(self), "order": "another"})
+        with pytest.raises(InputError, match=r"with the numerical_policy identity .* of the trainer; this process has"):
+            PLAIN.finish(moment.path)
+    assert differences(whole(PLAIN), PLAIN.finish(moment.path)) == []
