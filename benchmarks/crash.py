@@ -248,8 +248,9 @@ def full_disks(experiment: Experiment, section: Section, stride: int) -> None:
 
 
 def log_cuts(experiment: Experiment, section: Section, stride: int) -> None:
-    """See the module's text. Shorter runs than elsewhere, and no real syncs: what they are for is taken away by hand."""
-    fsync, os.fsync = os.fsync, lambda descriptor: None
+    """See the module's text. Runs are shorter, and nothing is really synced: what syncs protect is taken by hand."""
+    fsync = os.fsync
+    os.fsync = lambda fd: None
     try:
         whole = SHORT.start(experiment.place("short") / "run")
         for event, count in MOMENTS:
