@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlkernel.contract.build import Contract
+from rlkernel.contract.canonical import digest
 from rlkernel.contract.identity import Identities
 from rlkernel.errors import ContractError
 from vime.errors import InvariantViolation
 from vime.pipeline.prepare import Prepared
-from vime.runtime.sides import ENGINE_ID, engine_sources, side_identities
+from vime.runtime.sides import ENGINE_ID, engine_sources, side_deployment, side_identities
 
 TRAINER = "trainer"
 
@@ -30,6 +31,21 @@ def expected_identities(prepared: Prepared, contract: Contract) -> dict[str, Ide
     return {
         TRAINER: side_identities(contract, numerics.trainer, trainer_sources(prepared)),
         ENGINE_ID: side_identities(contract, numerics.rollout, engine_sources()),
+    }
+
+
+def described_deployments(prepared: Prepared, shown: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
+    """Side -> what its deployment identity was made of; the digest alone for a side that is not an embedded one."""
+    numerics = prepared.pipeline.numerics
+    embedded = {
+        TRAINER: side_deployment(numerics.trainer, trainer_sources(prepared)),
+        ENGINE_ID: side_deployment(numerics.rollout, engine_sources()),
+    }
+    return {
+        side: embedded[side]
+        if side in embedded and digest(embedded[side]) == identities["deployment"]
+        else {"digest": identities["deployment"]}
+        for side, identities in shown.items()
     }
 
 

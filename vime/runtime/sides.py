@@ -80,10 +80,14 @@ def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
     )
 
 
+def side_deployment(numerics: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What an embedded side is deployed as: implementations, source digests, versions, device."""
+    return describe_deployment(compose("exact" if numerics == "exact" else "native").implementations(), sources)
+
+
 def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str]) -> Identities:
     """Identities of one side. A ``native`` side keeps no numerical policy of ours: it gets one of its own."""
-    deployment = describe_deployment(compose("exact" if numerics == "exact" else "native").implementations(), extra)
-    found = contract.identities(deployment)
+    found = contract.identities(side_deployment(numerics, extra))
     if numerics == "exact":
         return found
     policy = digest({"native": True, "torch": torch.__version__, "dtype": contract.dtype})

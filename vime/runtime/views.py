@@ -12,7 +12,7 @@ from vime.pipeline.prepare import Prepared
 from vime.report.html import render_html
 from vime.report.summary import RunSummary, Status
 from vime.runtime.assembly import Sides
-from vime.runtime.deployment import describe_deployment
+from vime.runtime.identities import described_deployments
 from vime.store.run_directory import CONTRACT_NAME, EVIDENCE_NAME, RunDirectory
 
 
@@ -31,7 +31,8 @@ def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) ->
         {
             **sides.contract.as_json(),
             "identities": identities_of(directory),
-            "deployment": describe_deployment({}, {"reward": prepared.reward.source_digest}),
+            "deployment": described_deployments(prepared, identities_of(directory)),
+            "composition": {side: declared.as_json() for side, declared in sides.declared.items()},
             "numerics": prepared.pipeline.numerics.model_dump(),
             "model": {"source": sides.source},
             "certificates": [],
@@ -55,7 +56,7 @@ def write_views(
         if status != "stopped":
             raise
         engine = {"calls": [], "facts": {"not asked": str(error)}, "refused": []}
-    evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: engine}
+    evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: engine, "claims": sides.claims.as_json()}
     directory.write_evidence(evidence)
     contract = {**sides.contract.as_json(), "model": {"source": sides.source}}
     _write_report(directory, prepared, contract, evidence, reports, evaluations, status, reason)
