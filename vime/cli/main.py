@@ -17,6 +17,7 @@ from vime.cli.contract import contract
 from vime.cli.doctor import doctor
 from vime.cli.inspect import diff, provenance, report, timeline
 from vime.cli.model import model
+from vime.cli.reveal import reveal
 from vime.cli.run import resume, run
 from vime.errors import VimeError
 
@@ -30,7 +31,7 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract):
+for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal):
     cli.add_command(command)
 
 

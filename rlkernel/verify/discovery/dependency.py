@@ -40,12 +40,12 @@ class Reach:
             ("output k depends on inputs 0..k", row <= column),
             ("output k depends on inputs k and above", row >= column),
         ]
-        for text, pattern in patterns:
-            if np.array_equal(self.matrix, pattern):
-                return text
+        pairs = f"{int(self.matrix.sum()):,} of {inputs * outputs:,} pairs depend"
+        text = next((words for words, pattern in patterns if np.array_equal(self.matrix, pattern)), pairs)
+        if not self.matrix.any():
+            return text
         silent = np.flatnonzero(~self.matrix.any(axis=1))
         idle = np.flatnonzero(~self.matrix.any(axis=0))
-        text = f"{int(self.matrix.sum()):,} of {inputs * outputs:,} pairs depend"
         if silent.size:
             text += f"; inputs {_listed(silent)} reach no output"
         if idle.size:
@@ -93,6 +93,8 @@ def probe_dependency(
     if changed.dtype.kind != "f":
         raise ContractError(f"array {which} has dtype {changed.dtype}; floating-point inputs can be probed")
     rng = np.random.default_rng(seed)
+    # beyond every other value, so that a maximum or minimum notices, too
+    beyond = 8.0 * float(np.max(np.abs(changed[np.isfinite(changed)]), initial=1.0))
 
     def outputs() -> Array:
         with np.errstate(all="ignore"):
@@ -111,7 +113,8 @@ def probe_dependency(
     matrix = np.zeros((places.shape[0], before.shape[0]), dtype=bool)
     for k in range(places.shape[0]):
         kept = places[k].copy()
-        values = [np.full(kept.shape, np.nan), *(_other(kept, rng) for _ in range(_DRAWS))]
+        values = [np.full(kept.shape, value) for value in (np.nan, beyond, -beyond)]
+        values += [_other(kept, rng) for _ in range(_DRAWS)]
         for value in values:
             places[k] = value
             matrix[k] |= (outputs() != before).any(axis=1)

@@ -114,7 +114,7 @@ def _cancelling(tree: Tree, node: int, bit: int) -> dict[int, float]:
 def _operands(prober: Prober, initial: float) -> tuple[int, Mode]:
     """Significand bits that are kept of an input, and how the others are dropped."""
     form = prober.target.input_format
-    if prober.target.n == 1 or initial or (prober.target.noise and prober.target.n == 2):
+    if prober.target.n == 1 or initial:
         return form.bits, "nearest"
     tests = list(range(form.bits - 1, 1, -1))
     left = prober.sums_of([{0: 1.0 + 2.0**-bit, 1: -1.0} for bit in tests])

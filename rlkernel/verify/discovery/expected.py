@@ -149,8 +149,13 @@ def parting(expected: Tree, revealed: Tree) -> str:
     wanted = expected.partial_sums[node]
     item = lowest
     known = set(expected.partial_sums)
-    while item < revealed.leaves or revealed.partial_sums[item - revealed.leaves] in known:
+    while item >= 0 and (item < revealed.leaves or revealed.partial_sums[item - revealed.leaves] in known):
         item = revealed.parents[item]
+    if item < 0:
+        # every partial sum around it is the entry's: the callable adds more terms at once
+        return (
+            f"the entry adds {_joined(parts)} ({wanted.bit_count()} inputs) first; the callable adds more terms at once"
+        )
     found = [_members(revealed, child) for child in revealed.children(item)]
     return (
         f"the entry adds {_joined(parts)} ({wanted.bit_count()} inputs); the callable forms no such partial sum: there "

@@ -59,7 +59,7 @@ class _Writer:
                 if parts is None or 2 * max(self._tree.sizes[part] for part in parts) > self._tree.sizes[item]:
                     continue  # lopsided: a chain says it better, and keeps nesting (and recursion) shallow
                 choices.append(Expression("tree", tuple(self.expression(part) for part in parts)))
-        return min([chain, *choices], key=lambda choice: len(compact(choice)) - len(choice.kind))
+        return min([chain, *choices], key=_cost)
 
     def _padded(self, item: int, level: int, shapes: set[int], by_shape: bool) -> list[int] | None:
         """Items of a balanced tree of at most 2^level items whose left halves are full; None where it is none.
@@ -129,6 +129,12 @@ class _Writer:
             if alike and tree.children(item):
                 break
         return steps[::-1], item
+
+
+def _cost(choice: Expression) -> int:
+    """Length of the text; a tree of items of different forms must save more, because it is harder to read."""
+    forms = len({_summary(item, False) for item in choice.items}) if choice.kind == "tree" else 1
+    return len(compact(choice)) - len(choice.kind) + 40 * (forms - 1)
 
 
 def _shift(one: Expression, other: Expression) -> int | None:

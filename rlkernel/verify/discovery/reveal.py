@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rlkernel.errors import ContractError
 from rlkernel.verify.discovery.arithmetic import unit_of
 from rlkernel.verify.discovery.details import find_arithmetic
-from rlkernel.verify.discovery.formats import bits_of
+from rlkernel.verify.discovery.formats import Float64, bits_of
 from rlkernel.verify.discovery.inputs import draw
 from rlkernel.verify.discovery.probe import Masks, NotASummation, Prober, Slots, Triples
 from rlkernel.verify.discovery.proof import Order, check
@@ -27,7 +27,8 @@ _MOST_ORDERS = 16
 
 @dataclass(frozen=True)
 class Revelation:
-    """What was found out about a target. ``reason`` is empty where every bit was reproduced."""
+    """What was found out about a target. ``reason`` is empty where every bit was reproduced; ``notes`` say on what the
+    order depends besides the shape."""
 
     target: str
     n: int
@@ -39,6 +40,7 @@ class Revelation:
     calls: int
     seconds: float
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def proven(self) -> bool:
@@ -92,6 +94,7 @@ def reveal(target: Target, *, vectors: int = 1000, seed: int = 0) -> Revelation:
         sum(prober.calls for prober in probers),
         time.perf_counter() - started,
         reason,
+        _notes(target, rng),
     )
 
 
@@ -129,6 +132,17 @@ def _require_fixed_order(target: Target, rng: np.random.Generator) -> None:
                 f"{target.name} is not deterministic: {count} of {one.size} outputs differ between two calls on the "
                 "same input; it has no fixed order"
             )
+
+
+def _notes(target: Target, rng: np.random.Generator) -> tuple[str, ...]:
+    for _ in range(4):
+        trial = target.trial(lambda count: draw(target, count, rng))
+        if not np.array_equal(bits_of(target.outputs(trial)), bits_of(target.outputs(trial, displaced=True))):
+            return (
+                "the order depends on where the inputs lie in memory: this one holds where they start at a multiple of "
+                "64 bytes",
+            )
+    return ()
 
 
 def _alike_outputs(target: Target, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -206,17 +220,25 @@ def _tree(prober: Prober, initial: float, rng: np.random.Generator) -> Tree:
     if target.positive:
         return reveal_tree(Triples(prober), target.n, target.name, rng, triples=True)
     countable = target.input_format.countable
-    if target.output == "bfloat16" or (initial and target.input_format.bits < 24):
-        countable = min(countable, 32 if initial else 128)
-    attempts = [countable] if target.n <= 128 else sorted({countable, min(countable, 128)}, reverse=True)
-    for last, count in zip([False] * (len(attempts) - 1) + [True], attempts, strict=True):
-        try:
-            return reveal_tree(Masks(prober, count, initial), target.n, target.name, rng, initial=bool(initial))
-        except NotASummation:
-            # an accumulator narrower than the inputs cannot count further: count in smaller parts
-            if last:
-                raise
-    raise AssertionError("no attempt was made")
+    if target.output == "bfloat16" or not _counts_exactly(prober, countable, initial, rng):
+        countable = min(countable, 128)
+    if initial and target.input_format.bits < 24:
+        countable = min(countable, 32)
+    return reveal_tree(Masks(prober, countable, initial), target.n, target.name, rng, initial=bool(initial))
+
+
+def _counts_exactly(prober: Prober, countable: int, initial: float, rng: np.random.Generator) -> bool:
+    """Whether units add up exactly; an accumulator narrower than the inputs cannot count far."""
+    n, unit = prober.target.n, prober.target.input_format.unit
+    if n <= 128 or initial:
+        return n <= 128
+    sizes = rng.integers(1, min(n, countable) + 1, 64)
+    sets = [rng.choice(n, size, replace=False) for size in sizes]
+
+    def fill(row: Float64, k: int) -> None:
+        row[sets[k]] = unit
+
+    return bool((np.abs(prober.sums(len(sets), fill) / unit - sizes) <= prober.target.noise).all())
 
 
 def _with_unit(target: Target, order: Order) -> Order:
@@ -234,7 +256,7 @@ def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generat
     if order.tree.fused:
         return (
             f"{target.name}: {share}. It adds in the revealed order, but its fused adders do not add as any unit "
-            "that is modelled here"
+            "that is modelled here (or its order depends on the data)"
         )
     if not target.positive and not initial and target.n > 1:
         pairs = [tuple(int(k) for k in rng.choice(target.n, 2, replace=False)) for _ in range(64)]

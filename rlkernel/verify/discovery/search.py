@@ -141,8 +141,10 @@ def _run_cutters(oracle: Callable[[list[Any]], list[Any]], cutters: list[tuple[_
                 groups, rest = stop.value
                 joined = 0 if part.pivot == INITIAL else 1
                 for group in groups:
+                    # the initial value is no input: what it meets first may be a whole partial sum of that size
+                    alone = joined == 0
                     joined += len(group)
-                    part.groups.append(_Part(group, joined))
+                    part.groups.append(_Part(group, joined + int(alone)))
                 part.rest = _Part(rest, part.top) if rest else None
                 made += part.groups + ([part.rest] if part.rest else [])
         waiting = still

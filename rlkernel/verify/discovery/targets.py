@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rlkernel.errors import ContractError
 from rlkernel.verify.discovery.formats import Array, Float64, Format, number_format
@@ -29,6 +30,7 @@ class Target:
 
     ``call(a, b)`` takes carriers (see ``formats``) and returns carriers [rows, columns]: a [rows, n] are summands where
     ``operands`` is 1 (b is None); where it is 2, a and b [n, columns] are the factors of the products that are added.
+    ``displaced`` is the same call with inputs that lie elsewhere in memory, relative to a multiple of 64 bytes.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Target:
     operands: int = 1
     dtype: str = "float32"
     output: str = "float32"
+    displaced: Call | None = None
 
     noise = 0.0
     """By how much a sum that is read back from an output may be off, where the output is not the sum itself."""
@@ -62,14 +65,15 @@ class Target:
         """Format of the operands."""
         return number_format(self.dtype)
 
-    def outputs(self, trial: Trial) -> Array:
+    def outputs(self, trial: Trial, *, displaced: bool = False) -> Array:
         """Carriers [rows, columns] of one call.
 
         Raises:
             ContractError: the call raised, or returned another shape.
         """
         try:
-            result = np.asarray(self.call(trial.a, trial.b))
+            call = self.displaced if displaced and self.displaced is not None else self.call
+            result = np.asarray(call(trial.a, trial.b))
         except Exception as error:  # a user's function may raise anything
             raise ContractError(f"{self.name} raised {type(error).__name__}: {error}") from error
         if result.size != self.rows * self.columns:
@@ -160,46 +164,57 @@ def function_target(
     named = arguments or {}
     if library == "numpy" and (device != "cpu" or dtype == "bfloat16"):
         raise ContractError(f"NumPy has no {'bfloat16' if device == 'cpu' else 'device ' + device}; use torch")
-    wrap, unwrap = (_numpy_conversion(dtype)) if library == "numpy" else _torch_conversion(dtype, device)
+    convert = _numpy_conversion(dtype) if library == "numpy" else _torch_conversion(dtype, device)
 
-    def call(a: Array, b: Array | None) -> Array:
-        first = wrap(a if rows is not None else a[0])
-        if b is None:
-            return unwrap(function(first, **named))
-        if columns is None:
-            return unwrap(function(first, wrap(np.ascontiguousarray(b[:, 0])), **named))
-        return unwrap(function(first, wrap(np.ascontiguousarray(b.T) if transposed else b), **named))
+    def at(offset: int) -> Call:
+        def call(a: Array, b: Array | None) -> Array:
+            first = convert(a if rows is not None else a[0], offset)
+            if b is None:
+                return _carriers(function(first, **named))
+            second = b[:, 0] if columns is None else b.T if transposed else b
+            return _carriers(function(first, convert(second, offset), **named))
 
-    return Target(name, n, call, rows or 1, columns or 1, operands, dtype, output or dtype)
+        return call
 
-
-def _numpy_conversion(dtype: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
-    carrier = number_format(dtype).carrier
-
-    def unwrap(value: Any) -> Array:
-        result = np.asarray(value)
-        return result.astype(np.float64 if result.dtype == np.float64 else np.float32)
-
-    return lambda array: array.astype(dtype if dtype == "float16" else carrier), unwrap
+    return Target(name, n, at(0), rows or 1, columns or 1, operands, dtype, output or dtype, displaced=at(1))
 
 
-def _torch_conversion(dtype: str, device: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
-    import torch
+Conversion = Callable[[Array, int], Any]
 
+
+def _numpy_conversion(dtype: str) -> Conversion:
+    """Copies to memory that starts so many elements after a multiple of 64 bytes: some libraries look at that."""
+    kind = np.dtype(dtype)
+
+    def convert(array: Array, offset: int) -> Any:
+        size = array.size * kind.itemsize
+        memory = np.empty(size + 128, dtype=np.uint8)
+        start = -memory.ctypes.data % 64 + offset * kind.itemsize
+        placed = memory[start : start + size].view(kind).reshape(array.shape)
+        placed[...] = array
+        return placed
+
+    return convert
+
+
+def _torch_conversion(dtype: str, device: str) -> Conversion:
     kind = getattr(torch, dtype)
     try:
         torch.empty(1, dtype=kind, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ContractError(f"torch cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
-    def wrap(array: Array) -> Any:
-        return torch.from_numpy(array).to(device=device, dtype=kind)
+    def convert(array: Array, offset: int) -> Any:
+        placed = torch.empty(array.size + offset, dtype=kind, device=device)[offset:].view(array.shape)
+        return placed.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
-    def unwrap(value: Any) -> Array:
-        if not isinstance(value, torch.Tensor):
-            return np.asarray(value, dtype=np.float64)
+    return convert
+
+
+def _carriers(value: Any) -> Array:
+    if isinstance(value, torch.Tensor):
         wide = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32)
         result: Array = wide.cpu().numpy()
         return result
-
-    return wrap, unwrap
+    array = np.asarray(value)
+    return array.astype(np.float64 if array.dtype == np.float64 else np.float32)
