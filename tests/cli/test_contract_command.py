@@ -1,0 +1,160 @@
+"""``vime contract``: show, digest, diff, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkernel.contract.build import FORWARD_CASES
+from rlkernel.contract.serial import read_contract
+from tests.pipeline.helpers import text
+from tests.runtime.helpers import PIPELINE, run
+from vime.cli.contract import read_pipeline_contract
+from vime.cli.main import invoke
+
+QUICKSTART = str(Path(__file__).parents[2] / "pipelines/quickstart.yaml")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a fixed width (of rich; it changes nothing but line breaks)."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> str:
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "run"))
+    return str(file)
+
+
+def call(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    code = invoke(["contract", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def lines(printed: str) -> list[dict]:
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def test_show_prints_every_region_and_case_with_six_points(capsys: Capture):
+    code, printed, _ = call(capsys, "show", QUICKSTART)
+    assert code == 0
+    contract = read_pipeline_contract(QUICKSTART)
+    for case, region in contract.entries:
+        assert case in printed and region in printed
+    assert "eps f32:358637bd (9.99999997e-07)" in printed
+    rows = printed.count("dependency")
+    for point in ("split", "merge order", "precision", "rounding", "primitives"):
+        assert printed.count(f"  {point}  ") == rows
+    assert "between regions" in printed
+    first = printed.index("qkv_proj   ")
+    assert printed[first:].split("\n")[0].split()[1] == "rollout_prefill"  # equal cases share a row
+    assert printed.index("trainer_recompute", first) < printed.index("qk_norm", first)
+
+
+def test_show_as_json_has_every_entry_once_and_every_boundary_dtype(capsys: Capture):
+    code, printed, _ = call(capsys, "show", QUICKSTART, "--json")
+    assert code == 0
+    found = lines(printed)
+    pairs = [(case, row["region"]) for row in found if row["event"] == "entry" for case in row["cases"]]
+    assert sorted(pairs) == sorted(read_pipeline_contract(QUICKSTART).entries)
+    assert len(set(pairs)) == len(pairs)
+    edges = [row for row in found if row["event"] == "boundary"]
+    assert edges and {edge["dtype"] for edge in edges} == {"float32"}
+    _, printed, _ = call(capsys, "show", QUICKSTART, "--json", "--set", "contract.dtype=bfloat16")
+    dtypes = {(row["from"], row["to"]): row["dtype"] for row in lines(printed) if row["event"] == "boundary"}
+    assert dtypes["rms_norm", "qkv_proj"] == "bfloat16" and dtypes["lm_head", "logprob"] == "float32"
+
+
+def test_show_selects_cases_and_regions(capsys: Capture):
+    _, printed, _ = call(capsys, "show", QUICKSTART, "--json", "--case", "rollout_decode", "--region", "rms_norm")
+    (row,) = [row for row in lines(printed) if row["event"] == "entry"]
+    assert row["region"] == "rms_norm" and row["cases"] == ["rollout_decode"]
+    _, printed, _ = call(capsys, "show", QUICKSTART, "--json", "--region", "rms_norm")
+    entries = [row for row in lines(printed) if row["event"] == "entry"]
+    assert [row["cases"] for row in entries] == [list(FORWARD_CASES), ["trainer_backward"]]
+    for arguments, words in (
+        (("--case", "decode"), "the contract has no case 'decode'; it has rollout_prefill"),
+        (("--region", "gelu"), "the contract has no region 'gelu'; it has embedding"),
+    ):
+        code, _, message = call(capsys, "show", QUICKSTART, *arguments)
+        assert code == 2 and words in message
+
+
+def test_digests_of_both_sides_and_of_every_entry(capsys: Capture, pipeline: str):
+    code, printed, _ = call(capsys, "digest", pipeline, "--json")
+    assert code == 0
+    (found,) = lines(printed)
+    trainer, engine = found["identities"]["trainer"], found["identities"]["native-0"]
+    assert trainer["semantic"] == engine["semantic"]
+    assert trainer["numerical_policy"] == engine["numerical_policy"]
+    contract = read_pipeline_contract(pipeline)
+    assert set(found["entries"]) == {f"{case}/{region}" for case, region in contract.entries}
+    assert trainer["numerical_policy"] == contract.identities({}).numerical_policy
+    code, plain, _ = call(capsys, "digest", pipeline)
+    assert code == 0 and f"{trainer['deployment']}  trainer deployment" in plain
+    overrides = ("--set", "numerics.trainer=native", "--set", "on_mismatch=continue")
+    _, printed, _ = call(capsys, "digest", pipeline, "--json", *overrides)
+    native = lines(printed)[0]["identities"]
+    assert native["trainer"]["numerical_policy"] != native["native-0"]["numerical_policy"]
+    assert native["trainer"]["semantic"] == native["native-0"]["semantic"]
+
+
+def test_what_is_exported_is_the_contract(capsys: Capture, pipeline: str, tmp_path: Path):
+    file = str(tmp_path / "contract.json")
+    assert call(capsys, "export", pipeline, file)[0] == 0
+    assert read_contract(Path(file)) == read_pipeline_contract(pipeline)
+    assert call(capsys, "diff", pipeline, file)[:2] == (0, "the contracts are equal\n")
+    code, _, message = call(capsys, "export", pipeline, str(tmp_path / "no/contract.json"))
+    assert code == 2 and "there is no folder" in message
+
+
+def test_differences_are_named_with_both_values_and_the_cases_folded(capsys: Capture, pipeline: str, tmp_path: Path):
+    file = str(tmp_path / "other.json")
+    changes = [
+        "contract.topology={tp: 2}",
+        "stages.train.optimizer.weight_decay=0.1",
+        "model.overrides={num_layers: 1}",
+    ]
+    call(capsys, "export", pipeline, file, *(part for change in changes for part in ("--set", change)))
+    code, printed, _ = call(capsys, "diff", pipeline, file)
+    assert code == 1
+    assert f"numerical_policy.topology.tp: 1 in {pipeline}, 2 in {file}" in printed
+    assert "numerical_policy.optimizer.weight_decay: f64:0000000000000000 (0) in" in printed
+    assert "semantic.model.num_layers: " in printed
+    leaves = [line for line in printed.splitlines() if line.startswith("o_proj.split.leaves in ")]
+    assert len(leaves) == 1 and all(case in leaves[0] for case in FORWARD_CASES)
+    code, printed, _ = call(capsys, "diff", pipeline, file, "--json")
+    assert code == 1
+    paths = {tuple(row["path"]): (row["left"], row["right"]) for row in lines(printed)}
+    assert paths["numerical_policy", "entries", "trainer_score/o_proj", "split", "leaves"] == (1, 2)
+
+
+def test_what_cannot_be_compared_is_refused(capsys: Capture, pipeline: str, tmp_path: Path):
+    damaged = tmp_path / "damaged.json"
+    call(capsys, "export", pipeline, str(damaged))
+    data = json.loads(damaged.read_text())
+    data["numerical_policy"]["entries"]["trainer_score/rope"]["split"]["step"] = 0.5
+    damaged.write_text(json.dumps(data))
+    for other, words in (
+        (str(damaged), "is the raw float 0.5"),
+        (str(tmp_path / "none.json"), "cannot be read"),
+        (str(tmp_path), "is no run directory with a contract"),
+        (str(tmp_path / "none.yaml"), "none.yaml"),
+    ):
+        code, _, message = call(capsys, "diff", pipeline, other)
+        assert code == 2 and words in message
+
+
+def test_the_contract_of_a_run_directory_is_that_of_its_pipeline(capsys: Capture, tmp_path: Path):
+    run(tmp_path / "run", "steps=1")
+    file = tmp_path / "small.yaml"
+    file.write_text(PIPELINE.format(directory=tmp_path / "run"))
+    code, printed, _ = call(capsys, "diff", str(tmp_path / "run"), str(file))
+    # one step less: the schedule runs over fewer updates, and nothing else differs
+    assert code == 1 and printed.count("\n") == 1 and "optimizer.schedule.total_updates: 1 in" in printed
