@@ -64,19 +64,24 @@ def _drive(prepared: Prepared, as_json: bool, *, resume: bool) -> int:
     from vime.runtime.run_loop import run as run_pipeline
 
     folder = prepared.pipeline.run_directory
-    hint = f"continue it with: vime resume {folder}"
     with observing(as_json) as observer:
         try:
             outcome = run_pipeline(prepared, resume=resume, observer=observer)
         except Interrupted as error:
-            raise Interrupted(f"{error}; {hint}") from error
+            raise Interrupted(f"{error}; {_hint(folder)}") from error
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {hint}") from None
+            raise Interrupted(f"interrupted; {_hint(folder)}") from None
         if not observer.done:
             observer.finished(outcome)  # nothing was left to do
     if outcome.status != "completed":
         click.echo(f"vime: {outcome.message}; see: vime report {folder}", err=True)
     return outcome.exit_code
+
+
+def _hint(folder: str) -> str:
+    if (Path(folder) / "timeline.jsonl").is_file():
+        return f"continue it with: vime resume {folder}"
+    return f"nothing was written to {folder} yet: start the run again"
 
 
 def set_aside(folder: Path) -> Path | None:

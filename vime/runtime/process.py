@@ -120,6 +120,7 @@ class ProcessEngine:
         self._process = context.Process(target=_serve, args=(child, factory, dict(specification)), daemon=True)
         self._process.start()
         child.close()
+        self._gone = False
         self._busy = False
         """An answer is due. It stays due when an exception (a signal, say) leaves a call half way."""
         self._receive()
@@ -139,6 +140,7 @@ class ProcessEngine:
                 raise Interrupted(f"engine {self._id} has not answered for {self._deadline:.0f} s; resume the run")
             header, arrays = receive(self._connection)
         except (EOFError, ConnectionError) as error:
+            self._gone = True
             self._process.join(timeout=5)
             raise Interrupted(
                 f"engine {self._id} (process {self._process.pid}) ended with exit code {self._process.exitcode}; "
@@ -151,6 +153,8 @@ class ProcessEngine:
         return header, arrays
 
     def _send(self, header: Mapping[str, Any]) -> None:
+        if self._gone:
+            raise Interrupted(f"engine {self._id} is gone; resume the run")
         if self._busy:
             raise Interrupted(f"engine {self._id} is still at work on what was given up; resume the run")
         self._busy = True

@@ -12,7 +12,9 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,11 +101,16 @@ def test_full_shared_memory_stops_resumably(whole: Whole, work: Path, monkeypatc
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@dataclass
 class Endless:
-    """An engine that always has one more sample to return."""
+    """An engine that always has one more sample to return, until it ``dies`` at one."""
+
+    dies: int = -1
 
     def generate(self, requests: Any) -> Iterator[GeneratedSample]:
         for k in range(100):
+            if k == self.dies:
+                raise EOFError
             zeros = np.zeros(1, np.float32)
             yield GeneratedSample(
                 sample_id=SampleId("train", 0, k),
@@ -123,29 +130,47 @@ class Endless:
         return {"owner": "endless"}
 
 
-def test_a_generation_that_is_given_up_leaves_no_answers_for_others() -> None:
-    """Ctrl-C between two samples: what the engine still sends must not be taken for the answer to something else."""
-    engine = object.__new__(ProcessEngine)  # what starting a process sets up, with a thread in the process's place
+@pytest.fixture
+def threaded() -> Iterator[tuple[ProcessEngine, Endless]]:
+    """What starting an engine process sets up, with a thread in the process's place; and the engine that it serves."""
+    engine, native = object.__new__(ProcessEngine), Endless()
     engine._connection, served = multiprocessing.Pipe()
-    engine._id, engine._deadline, engine._busy = "endless", 5.0, False
+    engine._process = SimpleNamespace(join=lambda timeout: None, pid=7, exitcode=-9)  # type: ignore[assignment]
+    engine._id, engine._deadline, engine._busy, engine._gone = "endless", 5.0, False, False
 
     def serve() -> None:
-        with contextlib.suppress(EOFError, ConnectionError):
-            while _answer(served, Endless(), make_transport("memory", Path("unused"))):
+        with contextlib.suppress(EOFError, ConnectionError), served:
+            while _answer(served, native, make_transport("memory", Path("unused"))):
                 pass
 
     thread = threading.Thread(target=serve)
     thread.start()
-    try:
-        assert len(list(engine.generate([]))) == 100
-        assert engine.evidence() == {"owner": "endless"}
-        given_up = iter(engine.generate([]))
-        assert next(given_up).sample_id == SampleId("train", 0, 0)
-        with pytest.raises(Interrupted, match="engine endless is still at work on what was given up; resume the run"):
-            engine.evidence()
-    finally:
-        engine._connection.close()
-        thread.join()
+    yield engine, native
+    engine._connection.close()
+    thread.join()
+
+
+Threaded = tuple[ProcessEngine, Endless]
+
+
+def test_a_generation_that_is_given_up_leaves_no_answers_for_others(threaded: Threaded) -> None:
+    """Ctrl-C between two samples: what the engine still sends must not be taken for the answer to something else."""
+    engine, _ = threaded
+    assert len(list(engine.generate([]))) == 100
+    assert engine.evidence() == {"owner": "endless"}
+    given_up = iter(engine.generate([]))
+    assert next(given_up).sample_id == SampleId("train", 0, 0)
+    with pytest.raises(Interrupted, match="engine endless is still at work on what was given up; resume the run"):
+        engine.evidence()
+
+
+def test_an_engine_that_dies_stops_the_run_resumably(threaded: Threaded) -> None:
+    engine, native = threaded
+    native.dies = 3
+    with pytest.raises(Interrupted, match=r"engine endless \(process 7\) ended with exit code -9; resume the run"):
+        list(engine.generate([]))
+    with pytest.raises(Interrupted, match="engine endless is gone; resume the run"):
+        engine.evidence()
 
 
 @pytest.mark.parametrize(
