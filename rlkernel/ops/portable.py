@@ -102,8 +102,10 @@ class ColumnParallel:
     def forward(self, region: Region, inputs: Sequence[Array], host: Host) -> tuple[tuple[Array, ...], Any]:
         (x,) = inputs
         bias = host.weights.biases.get(region.name)
-        y = gemm.matmul(x, host.weights.rows(region), host.workers, bias=bias, bf16=host.bf16)
-        return tuple(self._split(y, region, host)), x
+        parts = gemm.matmul_parts(
+            x, host.weights.rows(region), self._widths(region, host), host.workers, bias=bias, bf16=host.bf16
+        )
+        return self._shaped(parts, host), x
 
     def _widths(self, region: Region, host: Host) -> list[int]:
         config = host.config
@@ -111,13 +113,11 @@ class ColumnParallel:
             return [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
         return [config.intermediate_size] * 2
 
-    def _split(self, y: Array, region: Region, host: Host) -> list[Array]:
-        parts, first = [], 0
-        for width in self._widths(region, host):
-            part = np.ascontiguousarray(y[:, first : first + width])
-            parts.append(part.reshape(len(y), width // host.config.head_dim, host.config.head_dim) if self._heads else part)
-            first += width
-        return parts
+    def _shaped(self, parts: Sequence[Array], host: Host) -> tuple[Array, ...]:
+        if not self._heads:
+            return tuple(parts)
+        depth = host.config.head_dim
+        return tuple(part.reshape(len(part), part.shape[1] // depth, depth) for part in parts)
 
     def backward(self, region: Region, saved: Array, grads: Sequence[Array], host: Host) -> tuple[Array]:
         assert host.gradients is not None
@@ -128,7 +128,7 @@ class ColumnParallel:
             gemm.weight_gradient(dy, saved, host.gradients.buffer(name), host.workers)
         for name, dy in zip(biases, flat, strict=bool(biases)):
             gemm.bias_gradient(dy, host.gradients.buffer(name), host.workers)
-        fused = np.ascontiguousarray(np.concatenate(flat, axis=1)[:, host.weights.dgrad_rows(region)])
+        fused = gemm.join_columns(flat, host.weights.dgrad_rows(region), host.workers)
         return (gemm.matmul(fused, host.weights.columns(region), host.workers, leaves=host.tp, bf16=host.bf16),)
 
 

@@ -310,3 +310,53 @@ def test_narrower_vectors_give_the_same_bits() -> None:
         check=True,
     )
     assert result.stdout.split() == ["8", "2", sample_digest()]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("widths", [(96,), (64, 128), (5, 17, 1), (70, 66, 130)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_parts_are_the_columns_of_the_whole(workers, rows, widths, bf16):
+    generator = np.random.default_rng(rows + sum(widths))
+    w = generator.standard_normal((sum(widths), 45), dtype=np.float32)
+    a = generator.standard_normal((rows, 45), dtype=np.float32)
+    bias = generator.standard_normal(sum(widths), dtype=np.float32)
+    panels = pack_rows(w, workers)
+    whole = matmul(a, panels, workers, bias=bias, bf16=bf16)
+    parts = gemm.matmul_parts(a, panels, widths, workers, bias=bias, bf16=bf16)
+    assert [part.shape for part in parts] == [(rows, width) for width in widths]
+    assert all(part.flags.c_contiguous and part.base is None for part in parts)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1).view(np.uint32), whole.view(np.uint32))
+
+
+def test_groups_of_rows_change_no_bit(workers, monkeypatch):
+    generator = np.random.default_rng(5)
+    panels = pack_rows(generator.standard_normal((200, 70), dtype=np.float32), workers)
+    a = generator.standard_normal((77, 70), dtype=np.float32)
+    whole = matmul(a, panels, workers)
+    for group in (1, 2, 3, 5, 1000):
+        monkeypatch.setattr(gemm, "_ROW_GROUP", group)
+        np.testing.assert_array_equal(matmul(a, panels, workers).view(np.uint32), whole.view(np.uint32))
+        parts = gemm.matmul_parts(a, panels, (90, 110), workers)
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1).view(np.uint32), whole.view(np.uint32))
+
+
+@pytest.mark.parametrize("widths", [(), (199,), (100, 101), (200, 0), (50, 50, 50, 50)])
+def test_parts_that_are_no_cut_are_refused(workers, widths):
+    panels = pack_rows(np.zeros((200, 8), np.float32), workers)
+    with pytest.raises(ContractError, match="not a cut of 200 columns"):
+        gemm.matmul_parts(np.zeros((3, 8), np.float32), panels, widths, workers)
+
+
+def test_joined_columns_are_where_the_order_says(workers):
+    generator = np.random.default_rng(9)
+    parts = [generator.standard_normal((300, width), dtype=np.float32) for width in (48, 16, 16)]
+    side_by_side = np.concatenate(parts, axis=1)
+    groups = np.concatenate(
+        [np.r_[24 * g : 24 * g + 24, 48 + 8 * g : 56 + 8 * g, 64 + 8 * g : 72 + 8 * g] for g in (0, 1)]
+    )
+    for order in (np.arange(80), groups, generator.permutation(80), np.arange(40, 60), np.arange(0)):
+        np.testing.assert_array_equal(gemm.join_columns(parts, order, workers), side_by_side[:, order])
+    with pytest.raises(ContractError, match="from 3 to 80 for 80 columns"):
+        gemm.join_columns(parts, np.array([80, 3]), workers)
+    with pytest.raises(ContractError, match="300 rows"):
+        gemm.join_columns([parts[0], parts[1][:5]], np.arange(4), workers)

@@ -38,7 +38,8 @@ class ReversedColumns(ColumnParallel):
         if self._cases and host.case not in self._cases:
             return super().forward(region, inputs, host)
         y = reversed_matmul(inputs[0], host.weights.rows(region), host.workers, bf16=host.bf16)
-        return tuple(self._split(y, region, host)), inputs[0]
+        cuts = np.cumsum(self._widths(region, host))[:-1]
+        return self._shaped([np.ascontiguousarray(part) for part in np.split(y, cuts, axis=1)], host), inputs[0]
 
 
 class ReversedRows(RowParallel):

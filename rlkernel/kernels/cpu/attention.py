@@ -19,6 +19,7 @@ from rlkernel.kernels.cpu.attention_pages import (
     I64,
     append_kv,
     expect,
+    fetch_ahead,
     gather_keys,
     gather_values,
     page_size,
@@ -141,6 +142,8 @@ def _attend(first, last, bounds, tiles, q, k_pages, v_pages, block_table, scratc
             acc[:] = f32(0.0)
             for start in range(split * SPLIT, min((split + 1) * SPLIT, keys), KEY_BLOCK):
                 held = min(int64(KEY_BLOCK), keys - start)
+                if count == 1:  # decode waits for the memory; a larger tile uses what it reads often enough
+                    fetch_ahead(k_pages, v_pages, table, kv_head, start, held)
                 if direct_keys:
                     origin = (int64(table[start // page]) * kv_heads + kv_head) * depth * page + start % page
                     k_address, k_stride = element_address(k_pages, origin), page

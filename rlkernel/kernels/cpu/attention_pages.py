@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 from numba import float32 as f32
 from numba import int64
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, copy_eight, element_address
+from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, copy_eight, copy_sixteen, element_address, prefetch
 from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -21,6 +22,7 @@ F32 = np.ndarray[Any, np.dtype[np.float32]]
 I32 = np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
+_CACHE_LINE = 16  # float32 in 64 bytes
 PAGE_UNIT = 8  # a page holds a multiple of this many keys
 
 
@@ -28,12 +30,17 @@ PAGE_UNIT = 8  # a page holds a multiple of this many keys
 def gather_keys(k_pages, table, kv_head, start, count, block):
     """Copy keys ``start .. start + count`` (rounded up to 8, still inside their pages) to ``block`` [D, 64]."""
     kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
-    for unit in range(start, start + count, PAGE_UNIT):
+    step = int64(2 * PAGE_UNIT) if page % (2 * PAGE_UNIT) == 0 else int64(PAGE_UNIT)
+    for unit in range(start, start + count, step):
         origin = (int64(table[unit // page]) * kv_heads + kv_head) * depth * page + unit % page
         source = element_address(k_pages, origin)
         target = element_address(block, unit - start)
-        for d in range(depth):
-            copy_eight(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
+        if step == PAGE_UNIT:
+            for d in range(depth):
+                copy_eight(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
+        else:
+            for d in range(depth):
+                copy_sixteen(source + 4 * d * page, target + 4 * d * KEY_BLOCK)
 
 
 @device_function
@@ -52,6 +59,24 @@ def gather_values(v_pages, table, kv_head, start, count, block, padded):
             row[d] = v_pages[table[key // page], kv_head, key % page, d]
         for d in range(depth, padded):
             row[d] = f32(0.0)
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath=False, forceinline=False)
+def fetch_ahead(k_pages, v_pages, table, kv_head, start, count):
+    """Ask for the lines of keys and values ``start .. start + count``, all at once instead of one after another."""
+    kv_heads, depth, page = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
+    step = min(page, int64(KEY_BLOCK))
+    for key in range(start, start + count, step):  # keys first: they are needed first
+        origin = (int64(table[key // page]) * kv_heads + kv_head) * depth * page + key % page
+        keys = element_address(k_pages, origin)
+        for d in range(depth):
+            for at in range(0, min(step, start + count - key), _CACHE_LINE):
+                prefetch(keys + 4 * (d * page + at))
+    for key in range(start, start + count, step):
+        origin = ((int64(table[key // page]) * kv_heads + kv_head) * page + key % page) * depth
+        values = element_address(v_pages, origin)
+        for at in range(0, min(step, start + count - key) * depth, _CACHE_LINE):
+            prefetch(values + 4 * at)
 
 
 def expect(name: str, array: Any, dtype: type) -> Any:

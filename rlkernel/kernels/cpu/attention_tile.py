@@ -254,16 +254,40 @@ def block_maximum(typing_context: Any, address: Any) -> Any:
     return types.float32(address), codegen
 
 
+def _copier(count: int) -> Any:
+    @intrinsic
+    def copy(typing_context: Any, source: Any, target: Any) -> Any:
+        if source != types.int64 or target != types.int64:
+            return None
+        pointer = ir.VectorType(_FLOAT, count).as_pointer()
+
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            values = builder.load(builder.inttoptr(arguments[0], pointer), align=4)
+            builder.store(values, builder.inttoptr(arguments[1], pointer), align=4)
+            return context.get_dummy_value()
+
+        return types.void(source, target), codegen
+
+    return copy
+
+
+# Copy so many float32 between addresses, all loads before the stores (LLVM cannot know that they do not overlap).
+copy_eight, copy_sixteen = _copier(8), _copier(16)
+
+
 @intrinsic
-def copy_eight(typing_context: Any, source: Any, target: Any) -> Any:
-    """Copy eight float32 between addresses in one load and one store (LLVM cannot know that they do not overlap)."""
-    if source != types.int64 or target != types.int64:
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address; nothing happens where there is none."""
+    if address != types.int64:
         return None
-    pointer = ir.VectorType(_FLOAT, 8).as_pointer()
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        values = builder.load(builder.inttoptr(arguments[0], pointer), align=4)
-        builder.store(values, builder.inttoptr(arguments[1], pointer), align=4)
+        pointer = ir.IntType(8).as_pointer()
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        place = builder.inttoptr(arguments[0], pointer)
+        builder.call(function, [place, number(0), number(2), number(1)])  # read, second-level cache, data
         return context.get_dummy_value()
 
-    return types.void(source, target), codegen
+    return types.void(address), codegen

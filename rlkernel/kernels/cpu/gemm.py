@@ -8,6 +8,7 @@ the second-level cache; between blocks the accumulators rest in the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,30 @@ from numba import float32 as f32
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import device_function, kernel
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
-from rlkernel.kernels.cpu.panels import Panels, pack_columns, pack_rows, unpack_row
+from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
 from rlkernel.kernels.cpu.threads import Workers
 
-__all__ = ["Panels", "bias_gradient", "matmul", "pack_columns", "pack_rows", "unpack_row", "weight_gradient"]
+__all__ = [
+    "Panels",
+    "bias_gradient",
+    "join_columns",
+    "matmul",
+    "matmul_parts",
+    "pack_columns",
+    "pack_rows",
+    "unpack_row",
+    "weight_gradient",
+]
 
 Array = np.ndarray[Any, Any]
 
 _DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
-_GROUP_BLOCKS = 16  # row blocks that share one leaf buffer
+_BUFFER_BLOCKS = 16  # row blocks that share one leaf buffer
+_ROW_GROUP = 48  # row blocks that meet all panels in turn: their part of a stays in the second-level cache
 _GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-level cache meanwhile
 _GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
+_MOST_PARTS = 3  # matrices that one product can be cut into (q, k, v); one number, so that one kernel is compiled
 _EMPTY = np.zeros(0, np.float32)
 # Estimates that only decide when another thread pays: waking one costs 15 us, several times that on a busy machine.
 _TASK_NANOSECONDS = 40_000.0
@@ -66,28 +79,47 @@ def _merge_leaves(buffer, leaves, size):
 
 
 @kernel
-def _matmul(first, last, a, rows, depth, blocks, b, columns, leaves, bias, has_bias, bf16, c):
-    """Output tasks first..last; task = panel * blocks + row block. All arrays flat."""
+def _matmul(
+    first, last, a, rows, depth, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, bounds, outputs
+):
+    """Output tasks first..last, ordered by group of row blocks, panel, row block. All arrays flat.
+
+    Columns ``bounds[i] .. bounds[i + 1]`` go to ``outputs[i]``, a matrix of their own.
+    """
+    panels = -(-columns // PANEL_WIDTH)
     leaf_depth = depth // leaves
-    group_rows = min(rows, _GROUP_BLOCKS * MAX_ROWS)
-    only_direct = leaves == 1 and columns % PANEL_WIDTH == 0
-    buffer = np.empty(0 if only_direct else leaves * group_rows * PANEL_WIDTH, np.float32)
+    buffer_rows = min(rows, _BUFFER_BLOCKS * MAX_ROWS)
+    aligned = True
+    for bound in bounds:
+        aligned &= bound % PANEL_WIDTH == 0
+    buffer = np.empty(0 if leaves == 1 and aligned else leaves * buffer_rows * PANEL_WIDTH, np.float32)
     task = first
     while task < last:
-        p = task // blocks
-        block_first = task - p * blocks
-        block_last = min(blocks, block_first + last - task)
+        group_first = task // (panels * group_blocks) * group_blocks
+        group_size = min(blocks, group_first + group_blocks) - group_first
+        within = task - panels * group_first
+        p = within // group_size
+        block_first = group_first + within - p * group_size
+        block_last = min(group_first + group_size, block_first + last - task)
         column = p * PANEL_WIDTH
-        width = min(PANEL_WIDTH, columns - column)
-        direct = leaves == 1 and width == PANEL_WIDTH
+        end = min(column + PANEL_WIDTH, columns)
+        part = 0
+        while bounds[part + 1] <= column:
+            part += 1
+        direct = leaves == 1 and column + PANEL_WIDTH <= bounds[part + 1]
         if not direct:
-            block_last = min(block_last, block_first + _GROUP_BLOCKS)
+            block_last = min(block_last, block_first + _BUFFER_BLOCKS)
         task += block_last - block_first
         row_first = rows * block_first // blocks
         row_last = rows * block_last // blocks
         b_base = p * depth * PANEL_WIDTH
         if direct:
-            _chains(block_first, block_last, blocks, rows, a, depth, 1, 0, depth, b, b_base, c, column, columns, False)
+            width = bounds[part + 1] - bounds[part]
+            c_base = column - bounds[part]
+            _chains(
+                block_first, block_last, blocks, rows, a, depth, 1, 0, depth, b, b_base, outputs[part], c_base, width,
+                False,
+            )  # fmt: skip
         else:
             size = (row_last - row_first) * PANEL_WIDTH
             for leaf in range(leaves):
@@ -98,21 +130,26 @@ def _matmul(first, last, a, rows, depth, blocks, b, columns, leaves, bias, has_b
                     buffer, c_base, PANEL_WIDTH, False,
                 )  # fmt: skip
             _merge_leaves(buffer, leaves, size)
-            for row in range(row_first, row_last):
-                source = (row - row_first) * PANEL_WIDTH
-                target = row * columns + column
-                for j in range(width):
-                    c[target + j] = buffer[source + j]
-        if has_bias:
-            for row in range(row_first, row_last):
-                target = row * columns + column
-                for j in range(width):
-                    c[target + j] = c[target + j] + bias[column + j]
-        if bf16:
-            for row in range(row_first, row_last):
-                target = row * columns + column
-                for j in range(width):
-                    c[target + j] = round_bf16(c[target + j])
+        while column < end:
+            width = bounds[part + 1] - bounds[part]
+            count = min(end, bounds[part + 1]) - column
+            c_base = column - bounds[part]
+            c = outputs[part]
+            if not direct:
+                for row in range(row_first, row_last):
+                    source = (row - row_first) * PANEL_WIDTH + column - p * PANEL_WIDTH
+                    for j in range(count):
+                        c[c_base + row * width + j] = buffer[source + j]
+            if has_bias:
+                for row in range(row_first, row_last):
+                    for j in range(count):
+                        c[c_base + row * width + j] = c[c_base + row * width + j] + bias[column + j]
+            if bf16:
+                for row in range(row_first, row_last):
+                    for j in range(count):
+                        c[c_base + row * width + j] = round_bf16(c[c_base + row * width + j])
+            column += count
+            part += 1
 
 
 def _grain(rows: int, depth: int) -> int:
@@ -129,6 +166,14 @@ def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
             f"{name} must be C-contiguous float32 of shape {list(shape)}; "
             f"it is {layout} {array.dtype} of shape {list(array.shape)}"
         )
+
+
+def _check_left(a: Array, panels: Panels) -> int:
+    """Number of rows of the left operand. Raises ContractError unless it fits the panels."""
+    if a.ndim != 2:
+        raise ContractError(f"the left operand of a matmul has 2 axes, not {a.ndim}")
+    _check_float32("the left operand of a matmul", a, (a.shape[0], panels.depth))
+    return int(a.shape[0])
 
 
 def matmul(
@@ -153,30 +198,59 @@ def matmul(
     Raises:
         ContractError: shapes or dtypes do not fit, or ``leaves`` is no power of two that divides the depth.
     """
-    if a.ndim != 2:
-        raise ContractError(f"the left operand of a matmul has 2 axes, not {a.ndim}")
-    rows = a.shape[0]
-    _check_float32("the left operand of a matmul", a, (rows, panels.depth))
+    rows = _check_left(a, panels)
+    if out is None:
+        out = np.empty((rows, panels.rows), np.float32)
+    else:
+        _check_float32("the output of a matmul", out, (rows, panels.rows))
+    _run_matmul(a, panels, [out], workers, leaves, bias, bf16)
+    return out
+
+
+def matmul_parts(
+    a: Array, panels: Panels, widths: Sequence[int], workers: Workers, *, bias: Array | None = None, bf16: bool = False
+) -> list[Array]:
+    """:func:`matmul` whose columns are cut into one to three consecutive matrices, arrays float32 ``[M, width]``.
+
+    Raises:
+        ContractError: as :func:`matmul`; the widths are not positive or do not add up to the packed rows.
+    """
+    if not 1 <= len(widths) <= _MOST_PARTS or min(widths) < 1 or sum(widths) != panels.rows:
+        raise ContractError(f"parts of {list(widths)} columns are not a cut of {panels.rows} columns")
+    rows = _check_left(a, panels)
+    parts = [np.empty((rows, width), np.float32) for width in widths]
+    _run_matmul(a, panels, parts, workers, 1, bias, bf16)
+    return parts
+
+
+def _run_matmul(
+    a: Array,
+    panels: Panels,
+    outputs: list[Array],
+    workers: Workers,
+    leaves: int,
+    bias: Array | None,
+    bf16: bool,
+) -> None:
     if leaves < 1 or leaves & (leaves - 1) or panels.depth % leaves:
         raise ContractError(
             f"a depth of {panels.depth} cannot be cut into {leaves} equal leaves of a balanced tree; "
             "the number of leaves is a power of two that divides the depth"
         )
-    if out is None:
-        out = np.empty((rows, panels.rows), np.float32)
-    else:
-        _check_float32("the output of a matmul", out, (rows, panels.rows))
     if bias is not None:
         _check_float32("the bias of a matmul", bias, (panels.rows,))
+    rows = a.shape[0]
     if rows == 0 or panels.rows == 0:
-        return out
+        return
     blocks = -(-rows // MAX_ROWS)
+    group_blocks = -(-blocks // -(-blocks // _ROW_GROUP))
+    bounds = np.cumsum([0, *(output.shape[1] for output in outputs)])
+    flat = tuple(output.reshape(-1) for output in outputs) + (_EMPTY,) * (_MOST_PARTS - len(outputs))
     workers.run(
-        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth, blocks, panels.data.reshape(-1),
-        panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16), out.reshape(-1),
-        grain=_grain(-(-rows // blocks), panels.depth),
+        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth, blocks, group_blocks,
+        panels.data.reshape(-1), panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16),
+        bounds, flat, grain=_grain(-(-rows // blocks), panels.depth),
     )  # fmt: skip
-    return out
 
 
 @kernel

@@ -1,7 +1,11 @@
-"""Weights packed for the GEMM: panels of PANEL_WIDTH outputs, ``[depth][PANEL_WIDTH]`` each, and back."""
+"""Weights packed for the GEMM: panels of PANEL_WIDTH outputs, ``[depth][PANEL_WIDTH]`` each, and back.
+
+And the columns of several matrices in one, in a given order: what the backward of a fused projection starts from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +101,49 @@ def _unpack_rows(first, last, data, row_ids, out):
         j = row_ids[i] % PANEL_WIDTH
         for k in range(depth):
             out[i, k] = data[p, k, j]
+
+
+@kernel
+def _place_columns(first, last, source, target, runs):
+    """Copy runs (first column in source, in target, count) of rows first..last."""
+    for row in range(first, last):
+        for i in range(runs.shape[0]):
+            at, to, count = runs[i, 0], runs[i, 1], runs[i, 2]
+            for j in range(count):
+                target[row, to + j] = source[row, at + j]
+
+
+def join_columns(parts: Sequence[Array], order: Array, workers: Workers) -> Array:
+    """Matrices float32 ``[M, n_i]`` side by side, columns in another order: float32 ``[M, len(order)]``.
+
+    ``order`` int64: column i of the result is column ``order[i]`` of the matrices laid side by side.
+
+    Raises:
+        ContractError: matrices that are not C-contiguous float32 of equal height, or an order that names a column
+            that does not exist.
+    """
+    rows = parts[0].shape[0]
+    for part in parts:
+        if part.ndim != 2 or part.shape[0] != rows or part.dtype != np.float32 or not part.flags.c_contiguous:
+            raise ContractError(
+                f"matrices to join are C-contiguous float32 of {rows} rows; this one is {part.dtype} of shape "
+                f"{list(part.shape)}"
+            )
+    bounds = np.cumsum([0, *(part.shape[1] for part in parts)])
+    if order.size and (int(order.min()) < 0 or int(order.max()) >= int(bounds[-1])):
+        raise ContractError(
+            f"an order of columns from {int(order.min())} to {int(order.max())} for {int(bounds[-1])} columns"
+        )
+    out = np.empty((rows, order.size), np.float32)
+    owner = np.searchsorted(bounds, order, side="right") - 1
+    begins = np.flatnonzero(np.r_[True, (np.diff(order) != 1) | (np.diff(owner) != 0)][: order.size])
+    counts = np.diff(np.r_[begins, order.size])
+    grain = 1 + 50_000 // max(1, order.size)
+    for index, part in enumerate(parts):
+        mine = owner[begins] == index
+        runs = np.stack((order[begins[mine]] - bounds[index], begins[mine], counts[mine]), axis=1)
+        workers.run(_place_columns, rows, part, out, runs, grain=grain)
+    return out
 
 
 def _check_weight(w: Array) -> None:
