@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rlkernel.contract.canonical import bits_float32, canonical_json, digest, float32_bits, float64_bits
@@ -56,6 +57,11 @@ class Contract:
 
     def numerical_policy(self) -> dict[str, Any]:
         """Six points of every region and case, pinned constants, dtype, topology claims."""
+        return dict(self._policy)
+
+    @cached_property
+    def _policy(self) -> dict[str, Any]:
+        # hundreds of entries, asked for at every exchange of identities and for every view
         return {
             "schema": SCHEMA,
             "profile": self.profile,
