@@ -31,6 +31,7 @@ class Instruction:
         guard: the predicate that guards it (``%p1``, ``!%p1``), or empty.
         modifiers: what follows the operands, by name (``offset:16`` is ``offset`` -> ``16``; a flag maps to ``""``).
         text: the whole instruction.
+        near: the last source line before it in the listing, for an instruction that has none of its own.
     """
 
     opcode: str
@@ -39,6 +40,12 @@ class Instruction:
     text: str
     guard: str = ""
     modifiers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    near: Location = NOWHERE
+
+    @property
+    def place(self) -> Location:
+        """Its source line, or else the last one before it."""
+        return self.location if self.location.line else self.near
 
 
 @dataclass(frozen=True)

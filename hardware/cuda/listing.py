@@ -110,7 +110,7 @@ def parse_ptx(text: str) -> Listing:
     body = body[body.index("{") + 1 :]
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    location = NOWHERE
+    location = near = NOWHERE
     pending = ""
     for raw in body.splitlines():
         line = raw.split("//")[0].strip()
@@ -119,6 +119,7 @@ def parse_ptx(text: str) -> Listing:
         found = _LOC.match(line)
         if found:
             location = Location(files.get(found[1], ""), int(found[2]))
+            near = location if location.line else near
             continue
         if line.startswith(".section") or (line == "}" and not pending and raw.startswith("}")):
             break
@@ -137,14 +138,14 @@ def parse_ptx(text: str) -> Listing:
                 break
             pending = rest.strip()
             if statement and not statement.startswith("."):
-                instructions.append(_ptx_instruction(statement.strip(), location))
+                instructions.append(_ptx_instruction(statement.strip(), location, near))
     return Listing(name, tuple(instructions), labels, directives)
 
 
-def _ptx_instruction(statement: str, location: Location) -> Instruction:
+def _ptx_instruction(statement: str, location: Location, near: Location) -> Instruction:
     guard, body = "", statement
     if body.startswith("@"):
         guard, _, body = body[1:].partition(" ")
         body = body.strip()
     opcode, _, operands = body.replace("\t", " ").partition(" ")
-    return Instruction(opcode, split_operands(operands), location, " ".join(statement.split()), guard)
+    return Instruction(opcode, split_operands(operands), location, " ".join(statement.split()), guard, near=near)

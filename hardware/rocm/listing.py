@@ -24,7 +24,7 @@ def parse_amdgcn(text: str) -> Listing:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     directives: dict[str, str] = {}
-    location, name, code = NOWHERE, "", True
+    location, near, name, code = NOWHERE, NOWHERE, "", True
     for raw in text.splitlines():
         line = raw.split(";")[0].strip()
         if not line or line.startswith("//"):
@@ -36,6 +36,7 @@ def parse_amdgcn(text: str) -> Listing:
             files[file[1]] = f"{file[2]}/{file[3]}" if file[3] else file[2]
         elif loc:
             location = Location(files.get(loc[1], ""), int(loc[2]))
+            near = location if location.line else near
         elif directive:
             directives[directive[1]] = directive[2].strip()
         elif label and code:
@@ -43,11 +44,11 @@ def parse_amdgcn(text: str) -> Listing:
         elif line.startswith(".globl"):
             name = line.split()[1]
         elif code and line[0].isalpha():
-            instructions.append(_instruction(line, location))
+            instructions.append(_instruction(line, location, near))
     return Listing(name, tuple(instructions), labels, directives)
 
 
-def _instruction(line: str, location: Location) -> Instruction:
+def _instruction(line: str, location: Location, near: Location) -> Instruction:
     opcode, _, rest = line.replace("\t", " ").partition(" ")
     modifiers: dict[str, str] = {}
     rest = f" {rest.strip()}"
@@ -59,4 +60,4 @@ def _instruction(line: str, location: Location) -> Instruction:
         key, _, value = found[1].partition(":")
         modifiers[key] = value
         rest = rest[: found.start()]
-    return Instruction(opcode, split_operands(rest.strip()), location, " ".join(line.split()), modifiers=modifiers)
+    return Instruction(opcode, split_operands(rest.strip()), location, " ".join(line.split()), "", modifiers, near)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from rlkernel.errors import NumericsError, RlkernelError
+from vime.cli.audit import audit
 from vime.cli.check import check
 from vime.cli.contract import contract
 from vime.cli.doctor import doctor
@@ -31,7 +32,7 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal):
+for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit):
     cli.add_command(command)
 
 

@@ -43,12 +43,14 @@ def _leaf(
             inside = index < last
             x = tl.load(a_rows + index[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0)
             y = tl.load(b_rows + index[:, None], mask=column_inside[None, :] & inside[:, None], other=0.0)
-            # beyond the end a holds -0 and b +0: fma(-0, +0, acc) is acc, whatever acc is (a selection of its own,
-            # because an asynchronous load drops the sign of `other=-0.0`)
-            x = tl.where(inside[None, :], x, tl.full(x.shape, -0.0, x.dtype))
         if WIDEN:
             x = x.to(tl.float32)
             y = y.to(tl.float32)
+            if not EVEN:
+                # beyond the end a is -0 and b +0: fma(-0, +0, acc) is acc, whatever acc is. The sign is set by an
+                # integer operation, because the compiler folds a selection into the load and drops the sign there
+                sign = tl.where(index < last, 0, -0x80000000).to(tl.int32)
+                x = (x.to(tl.int32, bitcast=True) | sign[None, :]).to(tl.float32, bitcast=True)
         acc = tl.dot(x, y, acc, input_precision="ieee")
     return acc
 

@@ -97,6 +97,12 @@ def gemm(
     (m, k), n = a.shape, b.shape[0]
     if leaves not in LEAVES or k % leaves:
         raise ContractError(f"{leaves} leaves of K = {k}: {LEAVES} are compiled, and they must divide K")
+    even = (k // leaves) % tile.block_k == 0
+    if mac == "matrix" and torch.version.hip and not even:
+        raise ContractError(
+            f"leaves of {k // leaves} in k are no multiple of block_k {tile.block_k}: on this GPU a step of padding "
+            "turns an accumulator of -0 into +0; choose a block_k that divides the leaf"
+        )
     c = torch.empty((m, n), dtype=out_dtype or a.dtype, device=a.device)
     if not c.numel():
         return c
@@ -114,7 +120,7 @@ def gemm(
         0.0,
         LEAVES=leaves,
         WIDEN=mac == "fma",
-        EVEN=(k // leaves) % tile.block_k == 0,
+        EVEN=even,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **knobs,

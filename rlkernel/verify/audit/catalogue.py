@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,12 +63,16 @@ def scalar_entry(primitive: str) -> SixPoints:
     return SixPoints(Dependency(("x",), "none"), Split(), Merge(), scalar, (), ((primitive, primitive),))
 
 
+def _pointers(names: Iterable[str], kind: str) -> tuple[tuple[str, str], ...]:
+    return tuple((name, kind) for name in names)
+
+
 def gemm_variant(dtype: str, tile: Tile, leaves: int, *, fma: bool, even: bool = True, **options: Any) -> Variant:
     """The GEMM for one tile; ``fma``: the portable chain."""
     pointer = _TYPES[dtype]
     return Variant(
         gemm,
-        tuple(zip("abc", (pointer,) * 3, strict=True)) + (("M", "i32"), ("N", "i32"), ("K", "i32"), ("zero", "fp32")),
+        (*_pointers("abc", pointer), ("M", "i32"), ("N", "i32"), ("K", "i32"), ("zero", "fp32")),
         (
             ("LEAVES", leaves),
             ("WIDEN", fma),
@@ -88,7 +92,7 @@ def gemm_variant(dtype: str, tile: Tile, leaves: int, *, fma: bool, even: bool =
 def scalar_variant(function: Any, operands: int, block: int = 1024) -> Variant:
     """An elementwise kernel on float32."""
     names = ("x",) if operands == 1 else ("a", "b")
-    signature = tuple((name, "*fp32") for name in (*names, "out")) + (("count", "i32"),)
+    signature = (*_pointers((*names, "out"), "*fp32"), ("count", "i32"))
     return Variant(function, signature, (("BLOCK", block),))
 
 
@@ -131,8 +135,7 @@ def _rows() -> Iterator[Audited]:
             constants = (("N", width), ("ROWS", rows), ("LANES", lanes(width)))
             norm = Variant(
                 rms_norm,
-                (("x", pointer), ("w", pointer), ("y", pointer), ("inv_rms", "*fp32"))
-                + (("row_count", "i32"), ("eps", "fp32")),
+                (*_pointers("xwy", pointer), ("inv_rms", "*fp32"), ("row_count", "i32"), ("eps", "fp32")),
                 constants,
                 num_warps=warps,
             )
@@ -150,13 +153,12 @@ def _rows() -> Iterator[Audited]:
 
 
 def gemm_launches(points: SixPoints, dtype: str, tile: Tile, leaves: int, even: bool = True) -> tuple[Launch, ...]:
-    """One tile of K in each leaf, several tiles, and rows and columns that do not fill a tile (two blocks)."""
+    """One tile of K in each leaf, more than the pipeline holds, and rows and columns that do not fill a tile."""
     m, n, k = tile.block_m, tile.block_n, tile.block_k
     if not even:
         return (launches.matrix_product(points, m, n, leaves * (k + k // 2 + 1), dtype, 1),)
     found = [launches.matrix_product(points, m, n, leaves * k, dtype, 1)]
-    for tiles in (3, 6) if leaves == 1 else (2,):
-        found.append(launches.matrix_product(points, m, n, leaves * tiles * k, dtype, 1))
+    found.append(launches.matrix_product(points, m, n, leaves * (5 if leaves == 1 else 2) * k, dtype, 1))
     if leaves == 1:
         found.append(launches.matrix_product(points, m + 5, n - 16 if n > 16 else n, 2 * k, dtype, 2))
     return tuple(found)

@@ -41,4 +41,4 @@ class Violation:
 def at(rule: str, point: str, message: str, instruction: Instruction) -> Violation:
     """A violation by one instruction."""
     text = instruction.text if len(instruction.text) <= 100 else f"{instruction.text[:97]}..."
-    return Violation(rule, point, message, text, instruction.location)
+    return Violation(rule, point, message, text, instruction.place)

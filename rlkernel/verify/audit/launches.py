@@ -78,7 +78,7 @@ def matrix_product(entry: SixPoints, m: int, n: int, k: int, dtype: str, tiles: 
             if dict(entry.primitives)["mac"] == "fma.rn.f32":
                 acc = symbols.fma(a[:, first:last], b[None, :, first], acc)
             else:
-                acc = symbols.unit_step(symbols.unit_products(a[:, first:last], b[:, first:last]), acc)
+                acc = symbols.unit_step(symbols.unit_products(a[:, first:last], b[:, first:last]), acc, False)
         parts.append(acc)
     arguments = (
         Argument("a", dtype=dtype, shape=(m, k), data=_random((m, k), dtype, 1)),

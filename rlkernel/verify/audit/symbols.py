@@ -134,10 +134,14 @@ def unit_products(a: Symbols, b: Symbols) -> Symbols:
     return np.asarray(np.matmul(left, right.T))
 
 
-def unit_step(products: Symbols, c: Symbols) -> Symbols:
-    """One step of a matrix unit: all products of :func:`unit_products` onto c. Padding alone leaves c as it is."""
+def unit_step(products: Symbols, c: Symbols, padding_keeps_c: bool) -> Symbols:
+    """One step of a matrix unit: all products of :func:`unit_products` onto c.
+
+    ``padding_keeps_c``: a step of padding alone leaves c as it is. So it is on sm_90, whose steps never give -0. On
+    gfx942 it would turn an accumulator that is -0 into +0.
+    """
     stepped = mix(mix(products ^ _STEP) + mix(c ^ _ADDEND) * _B)
-    return np.asarray(np.where(products == 0, c, stepped))
+    return np.asarray(np.where(products == 0, c, stepped)) if padding_keeps_c else stepped
 
 
 def tree(values: Symbols) -> Symbols:

@@ -89,9 +89,17 @@ def pack(low: Word, high: Word, low_half: int, high_half: int) -> Word:
     return Word(bits, low.high if low_half else low.low, high.high if high_half else high.low)
 
 
+def joined(a: Word, b: Word) -> Word:
+    """Bitwise or: the halves keep their symbols where the other operand's half is 0."""
+    low = np.where((b.bits & _HALF) == 0, a.low, np.where((a.bits & _HALF) == 0, b.low, NONE))
+    high = np.where(b.bits >> _16 == 0, a.high, np.where(a.bits >> _16 == 0, b.high, NONE))
+    return Word(a.bits | b.bits, low, high)
+
+
 def fused(a: Word, b: Word, c: Word) -> Word:
     """fma.rn.f32."""
-    x, y, z = (torch.from_numpy(np.array(w.floats(), dtype=np.float64)) for w in (a, b, c))
+    with np.errstate(all="ignore"):  # signalling NaN
+        x, y, z = (torch.from_numpy(np.array(w.floats(), dtype=np.float64)) for w in (a, b, c))
     return of_value(fused_multiply_add(x * y, z).numpy(), symbols.fma(a.value(), b.value(), c.value()))
 
 

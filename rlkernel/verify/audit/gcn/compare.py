@@ -51,7 +51,7 @@ def compare(w: WaveState, opcode: str, operands: Sequence[str]) -> None:
         else:
             raise NotModelled("this comparison has no model")
     elif kind in ("i32", "u32", "i64", "u64"):
-        sources = [w.wide(t) if kind.endswith("64") else w.vector(t).bits for t in (left, right)]
+        sources: list[Any] = [w.wide(t) if kind.endswith("64") else w.vector(t).bits for t in (left, right)]
         if kind.startswith("i"):
             sources = [np.ascontiguousarray(x).view(np.int64 if kind == "i64" else np.int32) for x in sources]
         name = "lg" if name == "ne" else name

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hardware.listing import Instruction, Listing
 from rlkernel.verify.audit import words
 from rlkernel.verify.audit.gcn import compare as gcn_compare
+from rlkernel.verify.audit.gcn import crosslane
 from rlkernel.verify.audit.gcn import matrix as gcn_matrix
 from rlkernel.verify.audit.gcn.scalar import IGNORED, execute_scalar
 from rlkernel.verify.audit.gcn.state import LANES, MASK32, WaveState, register_range
@@ -161,22 +162,13 @@ class GcnMachine:
             gcn_compare.fixup(w, o)
         elif name == "v_add_u32" and gcn_compare.step_unit(w, o):
             pass
-        elif i.opcode.endswith("_dpp"):
-            self._crosslane(w, i)
         elif name in HANDLERS:
-            HANDLERS[name](w, o, i)
+            if i.opcode.endswith("_dpp"):
+                crosslane.execute(w, i, HANDLERS[name])
+            else:
+                HANDLERS[name](w, o, i)
         else:
             raise NotModelled("this instruction has no model")
-
-    @staticmethod
-    def _crosslane(w: WaveState, i: Instruction) -> None:
-        if not i.opcode.startswith("v_mov_b32") or "quad_perm" not in i.modifiers:
-            raise NotModelled("this movement between lanes has no model")
-        order = [int(x) for x in i.modifiers["quad_perm"].strip("[]").split(",")]
-        lane = np.arange(LANES)
-        source = lane // 4 * 4 + np.array(order)[lane % 4]
-        word = w.vector(i.operands[1])
-        w.set_vector(i.operands[0], Word(word.bits[source], word.low[source], word.high[source]))
 
     def _load_scalar(self, w: WaveState, i: Instruction) -> None:
         target, base, offset = i.operands

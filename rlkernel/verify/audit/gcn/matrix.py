@@ -70,5 +70,5 @@ def step(shape: Shape, a: Symbols, b: Symbols, c: Symbols) -> Symbols:
             c = symbols.fma(a[:, k : k + 1], b[None, :, k], c)
         return c
     for k in range(0, shape.depth, 8):
-        c = symbols.unit_step(symbols.unit_products(a[:, k : k + 8], b[:, k : k + 8]), c)
+        c = symbols.unit_step(symbols.unit_products(a[:, k : k + 8], b[:, k : k + 8]), c, False)
     return c

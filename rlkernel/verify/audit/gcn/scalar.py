@@ -98,6 +98,10 @@ def _arithmetic(wave: WaveState, name: str, kind: str, wide: int, operands: Sequ
     elif name == "bfe" and kind == "u32":
         value = sources[0] >> (sources[1] & 31) & ((1 << (sources[1] >> 16 & 127)) - 1)
         wave.special["scc"] = int(value != 0)
+    elif name.startswith("lshl") and name.endswith("_add") and wide == 1:
+        total = (sources[0] << int(name[4])) + sources[1]
+        value = total & MASK32
+        wave.special["scc"] = int(total > MASK32)
     elif name == "pack_ll_b32":
         value = sources[0] & 0xFFFF | (sources[1] & 0xFFFF) << 16
     else:

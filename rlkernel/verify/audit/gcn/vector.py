@@ -10,7 +10,6 @@ import numpy as np
 from hardware.listing import Instruction
 from rlkernel.verify.audit import symbols, words
 from rlkernel.verify.audit.gcn.state import LANES, MASK32, WaveState, to_lanes
-from rlkernel.verify.audit.symbols import NONE
 from rlkernel.verify.audit.words import NotModelled, Word
 
 Handler = Callable[[WaveState, Sequence[str], Instruction], None]
@@ -149,20 +148,13 @@ def _or(w: WaveState, o: Sequence[str], i: Instruction) -> None:
     b = _selected(w, o[2], i.modifiers.get("src1_sel", ""))
     if i.modifiers.get("dst_sel", "DWORD") != "DWORD":
         raise NotModelled("a result in a part of a register")
-    w.set_vector(o[0], _joined(a, b))
-
-
-def _joined(a: Word, b: Word) -> Word:
-    """Bitwise or: the halves keep their symbols where the other operand's half is 0."""
-    low = np.where((b.bits & 0xFFFF) == 0, a.low, np.where((a.bits & 0xFFFF) == 0, b.low, NONE))
-    high = np.where(b.bits >> np.uint32(16) == 0, a.high, np.where(a.bits >> np.uint32(16) == 0, b.high, NONE))
-    return Word(a.bits | b.bits, low, high)
+    w.set_vector(o[0], words.joined(a, b))
 
 
 def _shift_or(w: WaveState, o: Sequence[str], _: Instruction) -> None:
     x = w.vector(o[1])
     if _constant(o[2]) == 16 and x.has_symbol():
-        w.set_vector(o[0], _joined(words.widen_low(x), w.vector(o[3])))
+        w.set_vector(o[0], words.joined(words.widen_low(x), w.vector(o[3])))
     else:
         w.set_bits(o[0], (x.bits << (w.vector(o[2]).bits & np.uint32(31))) | w.vector(o[3]).bits)
 
@@ -170,7 +162,7 @@ def _shift_or(w: WaveState, o: Sequence[str], _: Instruction) -> None:
 def _and_or(w: WaveState, o: Sequence[str], _: Instruction) -> None:
     x, mask, other = (w.vector(text) for text in o[1:4])
     if x.has_symbol() and (mask.bits == 0xFFFF0000)[w.exec_lanes].all():
-        w.set_vector(o[0], _joined(Word(mask.bits & x.bits, _none(), x.high), other))
+        w.set_vector(o[0], words.joined(Word(mask.bits & x.bits, _none(), x.high), other))
     else:
         w.set_bits(o[0], (x.bits & mask.bits) | other.bits)
 
@@ -223,8 +215,7 @@ def _multiply_add_wide(signed: bool) -> Handler:
     def run(w: WaveState, o: Sequence[str], _: Instruction) -> None:
         a, b = w.vector(o[2]).bits, w.vector(o[3]).bits
         if signed:
-            product = a.view(np.int32).astype(np.int64) * b.view(np.int32).astype(np.int64)
-            product = product.view(np.uint64)
+            product = (a.view(np.int32).astype(np.int64) * b.view(np.int32).astype(np.int64)).view(np.uint64)
         else:
             product = a.astype(_U64) * b.astype(_U64)
         w.set_wide(o[0], product + w.wide(o[4]))
@@ -244,7 +235,10 @@ def _shift_wide(w: WaveState, o: Sequence[str], i: Instruction) -> None:
 
 def _read_first_lane(w: WaveState, o: Sequence[str], _: Instruction) -> None:
     active = np.flatnonzero(w.exec_lanes)
-    w.set_scalar(o[0], int(w.vector(o[1]).bits[active[0] if len(active) else 0]))
+    word = w.vector(o[1])
+    if word.has_symbol():
+        raise NotModelled("a traced number in a scalar register")
+    w.set_scalar(o[0], int(word.bits[active[0] if len(active) else 0]))
 
 
 def _i32(x: Any) -> Any:
@@ -253,6 +247,10 @@ def _i32(x: Any) -> Any:
 
 def _low24(x: Any) -> Any:
     return x & np.uint32(0xFFFFFF)
+
+
+def _signed24(x: Any) -> Any:
+    return (_i32(x) << np.int32(8)) >> np.int32(8)
 
 
 def _convert_to_float(signed: bool) -> Handler:
@@ -297,6 +295,7 @@ HANDLERS: Mapping[str, Handler] = {
     "v_mul_lo_u32": _integer(lambda a, b: a * b),
     "v_mul_u32_u24": _integer(lambda a, b: _low24(a) * _low24(b)),
     "v_mad_u32_u24": _integer(lambda a, b, c: _low24(a) * _low24(b) + c),
+    "v_mad_i32_i24": _integer(lambda a, b, c: (_signed24(a) * _signed24(b) + _i32(c)).view(np.uint32)),
     "v_lshl_add_u32": _integer(lambda a, n, c: (a << (n & np.uint32(31))) + c),
     "v_add_lshl_u32": _integer(lambda a, b, n: (a + b) << (n & np.uint32(31))),
     "v_xad_u32": _integer(lambda a, b, c: (a ^ b) + c),

@@ -126,7 +126,10 @@ class PtxArithmetic(PtxState):
         return any(self._literal(text) in (-65536, 0xFFFF0000) for text in operands[1:])
 
     def _op_or(self, parts: list[str], operands: Sequence[str], active: Any, _: Any) -> None:
-        self._logic(parts, operands, active, np.bitwise_or)
+        if parts[-1] == "b32":
+            self._set(operands[0], words.joined(self._word(operands[1]), self._word(operands[2])), active)
+        else:
+            self._logic(parts, operands, active, np.bitwise_or)
 
     def _op_xor(self, parts: list[str], operands: Sequence[str], active: Any, _: Any) -> None:
         self._logic(parts, operands, active, np.bitwise_xor)

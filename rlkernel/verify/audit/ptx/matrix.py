@@ -55,7 +55,7 @@ class PtxMatrix(PtxState):
                 transposed_b = transposed[1]
             descriptor = self._uniform(self._wide_value(operands[2]), first)
             b = layouts.tile_behind_descriptor(self._shared, descriptor, columns, transposed_b)
-            after[group] = symbols.unit_step(symbols.unit_products(a, b), before[group])
+            after[group] = symbols.unit_step(symbols.unit_products(a, b), before[group], True)
             self.events.append(MatrixEvent(instruction.opcode, instruction.location, a, b, fresh, (self._block, group)))
         zeros = np.zeros(self._threads, dtype=np.float32)
         for name, (row, column) in zip(accumulators, places, strict=True):
@@ -84,7 +84,7 @@ class PtxMatrix(PtxState):
         for warp in range(self._threads // 32):
             rows = slice(16 * warp, 16 * warp + 16)
             b = layouts.fragment_b(b_words, warp)
-            after[rows] = symbols.unit_step(symbols.unit_products(a[rows], b), before[rows])
+            after[rows] = symbols.unit_step(symbols.unit_products(a[rows], b), before[rows], True)
             self.events.append(
                 MatrixEvent(instruction.opcode, instruction.location, a[rows], b, fresh, (self._block, warp))
             )
