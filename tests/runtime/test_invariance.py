@@ -89,9 +89,7 @@ def equal(left: tuple[Path, RunOutcome], right: tuple[Path, RunOutcome]) -> None
 
 # one contract tries every schedule; the others those that touch all parts
 THOROUGH = [("float32", schedule) for schedule in SCHEDULES]
-BRIEF = [
-    (c, s) for c in CONTRACTS if c != "float32" for s in ("everything", "few blocks", "two threads", "checkpointing")
-]
+BRIEF = [(contract, s) for contract in CONTRACTS if contract != "float32" for s in ("everything", "few blocks")]
 
 
 @pytest.mark.parametrize(("contract", "schedule"), THOROUGH + BRIEF)
@@ -127,10 +125,9 @@ def test_few_blocks_force_preemption_and_caching_shares(tmp_path):
     assert chunks["steps_prefill"] > many["steps_prefill"]
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_an_engine_in_another_process_changes_no_bit(bases, tmp_path, transport):
+def test_an_engine_in_another_process_changes_no_bit(bases, tmp_path):
     base = bases(*COMMON)
-    split = ("placement=split", f"stages.sync.transport={transport}", "stages.rollout.max_num_seqs=3")
+    split = ("placement=split", "stages.sync.transport=disk", "stages.rollout.max_num_seqs=3")
     other = run(tmp_path / "run", *COMMON, *split)
     clean(other)
     equal(base, (tmp_path / "run", other))
