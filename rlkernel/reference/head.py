@@ -79,7 +79,8 @@ def _leaves(points: SixPoints, z: Tensor, exp2: Unary) -> _Sums:
     size = points.split.leaf_size
     multiple = int(points.constant("padding_multiple"))
     padding = -z.shape[1] % multiple
-    padded = torch.nn.functional.pad(z, (0, padding), value=NEGATIVE_INFINITY).reshape(len(z), (z.shape[1] + padding) // size, size)
+    padded = torch.nn.functional.pad(z, (0, padding), value=NEGATIVE_INFINITY)
+    padded = padded.reshape(len(z), padded.shape[1] // size, size)
     real = torch.nn.functional.pad(torch.ones_like(z, dtype=torch.bool), (0, padding)).reshape(padded.shape)
     m = torch.full(padded.shape[:2], NEGATIVE_INFINITY, device=z.device)
     for column in range(size):

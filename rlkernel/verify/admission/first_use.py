@@ -1,0 +1,245 @@
+"""The first-use check: the first call of every (region, case) in a process is confirmed on live operands.
+
+A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA chains by
+the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and both
+patterns. On by default; it costs one call of each region and case a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlkernel.contract.build import Contract
+from rlkernel.errors import NumericsError
+from rlkernel.models.definition import Region
+from rlkernel.ops.composition import Composition
+from rlkernel.ops.host import Host, TokenBatch
+from rlkernel.verify.admission.bits import Results, compare
+from rlkernel.verify.admission.first_use_slices import (
+    attention_backward_slice,
+    attention_slice,
+    embedding_backward_slice,
+    head_backward_slice,
+    head_slice,
+    linear_backward_slice,
+    linear_slice,
+)
+from rlkernel.verify.admission.execute import reference_operation
+from rlkernel.verify.evidence import Evidence
+
+Array = NDArray[np.float32]
+LINEAR = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
+ROWS = 3
+"""Rows that are executed again."""
+
+
+@dataclass
+class Kept:
+    """What a wrapped forward hands to the backward: the implementation's own, and what the check needs."""
+
+    own: Any
+    inputs: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+
+
+class LiveWeights:
+    """Logical vectors of a side's packed weights as tensors, for the interpreter."""
+
+    def __init__(self, vectors: Mapping[str, Array]) -> None:
+        self.tensors = {name: torch.from_numpy(value) for name, value in vectors.items()}
+
+
+def sample_rows(count: int) -> NDArray[np.int64]:
+    """A few of ``count`` rows: first, middle, last."""
+    return np.unique(np.array([0, count // 2, count - 1], np.int64))[:ROWS] if count else np.zeros(0, np.int64)
+
+
+def _rows_host(host: Host, rows: NDArray[np.int64]) -> Host:
+    batch = TokenBatch(host.batch.tokens[rows], host.batch.positions[rows], np.array([0, len(rows)], np.int32))
+    weights: Any = LiveWeights(host.weights.vectors)
+    return replace(host, batch=batch, weights=weights, state=None)
+
+
+class FirstUse:
+    """Checks of one side: what was confirmed stands in its evidence under ``first_use``."""
+
+    def __init__(self, contract: Contract, evidence: Evidence) -> None:
+        self.contract, self._evidence = contract, evidence
+        self._done: set[tuple[str, str]] = set()
+        self.checked: dict[str, dict[str, int]] = {}
+        evidence.facts["first_use"] = self.checked
+
+    def due(self, region: str, case: str, rows: int) -> bool:
+        """Whether this is the first call with any rows."""
+        return rows > 0 and (region, case) not in self._done
+
+    def confirm(self, region: Region, case: str, rows: Sequence[int], expected: Results, found: Results) -> None:
+        """Record a comparison. Raises NumericsError where a bit differs; ``rows`` are those of the first axis."""
+        compared, difference = compare(expected, found)
+        self._done.add((region.kind, case))
+        self.checked[f"{case}/{region.kind}"] = {
+            "outputs": compared,
+            "differing": difference.differing if difference else 0,
+        }
+        if difference is None:
+            return
+        index = list(difference.index)
+        row = f"row {rows[index[0]]}" if index and index[0] < len(rows) else "a checked element"
+        sentence = (
+            f"{region.name} ({region.kind}, {case}): {row} of {difference.output} is {difference.found} where the contract "
+            f"gives {difference.expected}; {difference.differing} of {difference.compared} outputs of the first use differ "
+            "on live operands"
+        )
+        self._evidence.refused.append(sentence)
+        raise NumericsError(sentence)
+
+
+class CheckedOp:
+    """An implementation of a region of the body whose first call in each case is confirmed."""
+
+    def __init__(self, op: Any, kind: str, checks: FirstUse) -> None:
+        self.implementation: str = op.implementation
+        self._op, self._kind, self._checks = op, kind, checks
+        self._reference = reference_operation(checks.contract, kind)
+
+    def forward(self, region: Region, inputs: Sequence[Any], host: Host) -> tuple[tuple[Any, ...], Any]:
+        """The implementation's forward; see :class:`rlkernel.ops.portable.RegionOp`."""
+        outputs, saved = self._op.forward(region, inputs, host)
+        count = len(host.batch.tokens)
+        if self._checks.due(region.kind, host.case, count):
+            self._check_forward(region, inputs, outputs, host)
+        keeps = host.case in ("trainer_forward", "trainer_recompute")
+        if keeps and self._checks.due(region.kind, "trainer_backward", count):
+            return outputs, Kept(saved, tuple(inputs), tuple(outputs))
+        return outputs, Kept(saved)
+
+    def _check_forward(self, region: Region, inputs: Sequence[Any], outputs: Sequence[Any], host: Host) -> None:
+        rows = sample_rows(len(host.batch.tokens))
+        names = [name.rpartition(".")[2] if name.count(".") > 1 else name for name in region.outputs]
+        if region.kind == "attention":
+            rows, expected, found = attention_slice(self._checks.contract, region, inputs, outputs, host)
+        elif region.kind in LINEAR:
+            expected, found = linear_slice(self._checks.contract, region, inputs[0], outputs, rows, host)
+        elif region.kind == "embedding":
+            expected = {names[0]: host.weights.embed(inputs[0][rows])}
+            found = {names[0]: outputs[0][rows]}
+        else:
+            part = [np.ascontiguousarray(x[rows]) for x in inputs]
+            again, _ = self._reference.forward(region, part, _rows_host(host, rows))
+            expected = dict(zip(names, again, strict=True))
+            found = {name: np.ascontiguousarray(x[rows]) for name, x in zip(names, outputs, strict=True)}
+        self._checks.confirm(region, host.case, rows.tolist(), expected, found)
+
+    def backward(self, region: Region, saved: Any, grads: Sequence[Any], host: Host) -> tuple[Any, ...]:
+        """The implementation's backward."""
+        kept: Kept = saved
+        due = self._checks.due(region.kind, host.case, len(host.batch.tokens)) and kept.inputs
+        if not due:
+            result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
+            return result
+        return self._check_backward(region, kept, grads, host)
+
+    def _check_backward(self, region: Region, kept: Kept, grads: Sequence[Any], host: Host) -> tuple[Any, ...]:
+        contract, rows = self._checks.contract, sample_rows(len(host.batch.tokens))
+        if region.kind in LINEAR:
+            slices = linear_backward_slice(contract, region, kept.inputs[0], grads, rows, host)
+        elif region.kind == "attention":
+            slices = attention_backward_slice(contract, kept.inputs, kept.outputs[0], grads[0], host)
+        elif region.kind == "embedding":
+            slices = embedding_backward_slice(region, kept.inputs[0], grads[0], host)
+        else:
+            slices = self._row_slice(region, kept, grads, rows, host)
+        result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
+        self._checks.confirm(region, host.case, slices.rows, slices.expected, slices.found(result))
+        return result
+
+    def _row_slice(self, region: Region, kept: Kept, grads: Sequence[Any], rows: NDArray[np.int64], host: Host) -> Any:
+        """Gradients of some rows, and of a norm's weight over all tokens, by the interpreter."""
+        from rlkernel.ops.gradients import Gradients
+        from rlkernel.verify.admission.first_use_slices import Slices
+
+        everything = np.arange(len(host.batch.tokens), dtype=np.int64)
+        chosen = everything if region.weights else rows
+        part = replace(_rows_host(host, chosen), batch=host.batch if region.weights else _rows_host(host, rows).batch)
+        gradients = None
+        if region.weights and host.gradients is not None:
+            gradients = Gradients({name: host.weights.vectors[name].shape for name in region.weights})
+            for name in region.weights:
+                gradients.buffer(name)[:] = host.gradients.buffer(name)
+        part.gradients = gradients
+        forward = replace(part, case="trainer_forward")
+        _, saved = self._reference.forward(region, [np.ascontiguousarray(x[chosen]) for x in kept.inputs], forward)
+        again = self._reference.backward(region, saved, [np.ascontiguousarray(g[chosen]) for g in grads], part)
+        expected = {f"gradient {i}": np.ascontiguousarray(x) for i, x in enumerate(again)}
+        if gradients is not None:
+            expected.update({f"gradient of {name}": gradients.buffer(name).copy() for name in region.weights})
+
+        def found(result: Sequence[Any]) -> Results:
+            values = {f"gradient {i}": np.ascontiguousarray(x[chosen]) for i, x in enumerate(result)}
+            for name in region.weights:
+                assert host.gradients is not None
+                values[f"gradient of {name}"] = host.gradients.buffer(name).copy()
+            return values
+
+        return Slices(chosen.tolist(), expected, found)
+
+
+class CheckedHead:
+    """The model's head, checked like :class:`CheckedOp`."""
+
+    def __init__(self, head: Any, checks: FirstUse) -> None:
+        self.implementation: str = head.implementation
+        self._head, self._checks = head, checks
+
+    def forward(self, region: Region, x: Array, targets: Any, temperature: float, host: Host) -> Any:
+        """Statistics of rows."""
+        found = self._head.forward(region, x, targets, temperature, host)
+        self._check(region, x, targets, temperature, host, found)
+        return found
+
+    def sample(self, region: Region, x: Array, keys: Any, temperature: float, host: Host) -> tuple[Any, Any]:
+        """Drawn tokens and their statistics."""
+        drawn, found = self._head.sample(region, x, keys, temperature, host)
+        self._check(region, x, drawn, temperature, host, found)
+        return drawn, found
+
+    def _check(self, region: Region, x: Array, targets: Any, temperature: float, host: Host, found: Any) -> None:
+        if not self._checks.due(region.kind, host.case, len(x)):
+            return
+        rows = sample_rows(len(x))[:1]
+        have = {item.name: np.ascontiguousarray(getattr(found, item.name)[rows]) for item in fields(found)}
+        expected = head_slice(self._checks.contract, region, x[rows], targets[rows], temperature, host)
+        self._checks.confirm(region, host.case, rows.tolist(), expected, have)
+
+    def backward(
+        self, region: Region, x: Array, targets: Any, temperature: float, coefficient: Array, host: Host
+    ) -> Any:
+        """Gradient of the hidden rows; continues the head's weight gradient."""
+        if not self._checks.due(region.kind, host.case, len(x)):
+            return self._head.backward(region, x, targets, temperature, coefficient, host)
+        rows = sample_rows(len(x))[-1:]
+        expected = head_backward_slice(
+            self._checks.contract, region, x[rows], targets[rows], temperature, coefficient[rows], host
+        )
+        found = self._head.backward(region, x, targets, temperature, coefficient, host)
+        columns = np.arange(expected["gradient of hidden"].shape[1])
+        have = {"gradient of hidden": np.ascontiguousarray(found[rows][:, columns])}
+        self._checks.confirm(region, host.case, rows.tolist(), expected, have)
+        return found
+
+
+def with_first_use_checks(composition: Composition, contract: Contract, evidence: Evidence) -> Composition:
+    """The composition with every implementation's first call in each case confirmed on live operands."""
+    checks = FirstUse(contract, evidence)
+    ops: dict[str, Any] = {kind: CheckedOp(op, kind, checks) for kind, op in composition.ops.items() if _has(contract, kind)}
+    return replace(composition, ops=ops, head=CheckedHead(composition.head, checks))
+
+
+def _has(contract: Contract, kind: str) -> bool:
+    return any(name == kind for _, name in contract.entries)

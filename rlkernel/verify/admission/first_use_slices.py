@@ -1,0 +1,246 @@
+"""Small parts of live operands, executed again from the contract's entries: what the first-use check compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlkernel.contract.build import Contract
+from rlkernel.contract.entries import VOCABULARY_LEAF
+from rlkernel.kernels.cpu.convert import narrow, widen
+from rlkernel.kernels.cpu.gemm import Panels, unpack_row
+from rlkernel.models.definition import Region
+from rlkernel.ops.host import Host
+from rlkernel.reference.arith import cast, div, mul, sub
+from rlkernel.reference.attention import attend, attend_backward
+from rlkernel.reference.head import statistics
+from rlkernel.reference.lookup import primitive
+from rlkernel.reference.primitives import LOG2E
+from rlkernel.verify.admission import plain
+from rlkernel.verify.admission.bits import Results
+
+Array = NDArray[np.float32]
+Rows = NDArray[np.int64]
+FEATURES = 64  # output features of a projection that are executed again
+WINDOW = 48  # rows of a sequence whose attention gradients are executed again
+LONGEST = 1024  # keys of a row of attention, where the batch has a row with no more
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Rows that were executed again, the expected results, and how to cut the same out of an implementation's result."""
+
+    rows: list[int]
+    expected: Results
+    found: Callable[[Sequence[Any]], Results]
+
+
+def _some(count: int, most: int) -> Rows:
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _rounded(values: Array, host: Host) -> Array:
+    return widen(narrow(values)) if host.bf16 else values
+
+
+def _matrix(x: Array) -> Array:
+    return np.ascontiguousarray(x.reshape(len(x), int(np.prod(x.shape[1:]))))
+
+
+def _leaves(region: Region, host: Host) -> int:
+    return host.tp if region.kind in ("o_proj", "down_proj") else 1
+
+
+def _fused(outputs: Sequence[Array]) -> Array:
+    return np.concatenate([_matrix(x) for x in outputs], axis=1)
+
+
+def linear_slice(
+    contract: Contract, region: Region, x: Array, outputs: Sequence[Array], rows: Rows, host: Host
+) -> tuple[Results, Results]:
+    """Some rows and features of a projection: (expected, found)."""
+    panels: Panels = host.weights.rows(region)
+    features = _some(panels.rows, FEATURES)
+    again = plain.chains(_matrix(x[rows]), unpack_row(panels, features), _leaves(region, host), host.workers)
+    bias = host.weights.biases.get(region.name)
+    if bias is not None:
+        again = again + bias[features]
+    found = _fused([part[rows] for part in outputs])[:, features]
+    return {"projection": _rounded(again, host)}, {"projection": np.ascontiguousarray(found)}
+
+
+def linear_backward_slice(
+    contract: Contract, region: Region, x: Array, grads: Sequence[Array], rows: Rows, host: Host
+) -> Slices:
+    """Some elements of a projection's gradients of input and weights."""
+    panels: Panels = host.weights.columns(region)
+    places = _some(panels.rows, FEATURES)
+    fused = _fused([g[rows] for g in grads])
+    if len(grads) > 1:
+        fused = np.ascontiguousarray(fused[:, host.weights.dgrad_rows(region)])
+    split = contract.entries[("trainer_backward", region.kind)].split
+    dx = _rounded(plain.chains(fused, unpack_row(panels, places), split.leaves, host.workers), host)
+    expected: dict[str, Any] = {"gradient of the input": dx}
+    name = next(name for name in region.weights if name.endswith(".weight"))
+    assert host.gradients is not None
+    buffer = host.gradients.buffer(name)
+    n, k = _some(buffer.shape[0], 8), _some(buffer.shape[1], 8)
+    dy, inputs = _matrix(grads[0])[:, n], _matrix(x)[:, k]
+    expected[f"gradient of {name}"] = plain.continued(
+        np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[np.ix_(n, k)], host.workers
+    )
+
+    def found(result: Sequence[Any]) -> Results:
+        return {
+            "gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]),
+            f"gradient of {name}": np.ascontiguousarray(buffer[np.ix_(n, k)]),
+        }
+
+    return Slices(rows.tolist(), expected, found)
+
+
+def embedding_backward_slice(region: Region, ids: NDArray[np.int64], grad: Array, host: Host) -> Slices:
+    """The gradient row of the batch's first id: its rows added in token order."""
+    assert host.gradients is not None
+    buffer = host.gradients.embedding(region.weights[0])
+    token = int(ids[0])
+    total = buffer[token].copy()
+    for row in grad[ids == token]:
+        total = total + row
+    return Slices([0], {"gradient of the first id": total[None]}, lambda _: {"gradient of the first id": buffer[token][None].copy()})
+
+
+def _keys(region: Region, inputs: Sequence[Array], sequence: int, length: int, head: int, host: Host) -> tuple[Array, Array]:
+    """Keys and values [length, D] of a KV head, from the pages or the batch."""
+    _, k, v = inputs
+    if host.state is None:
+        first = int(host.batch.starts[sequence])
+        return k[first : first + length, head], v[first : first + length, head]
+    assert region.layer is not None
+    k_pages, v_pages = host.state.pages(region.layer)
+    j = np.arange(length)
+    page, offset = host.state.block_table[sequence][j // host.state.page_size], j % host.state.page_size
+    return k_pages[page, head, :, offset], v_pages[page, head, offset, :]
+
+
+def _tensor(x: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def attention_slice(
+    contract: Contract, region: Region, inputs: Sequence[Array], outputs: Sequence[Array], host: Host
+) -> tuple[Rows, Results, Results]:
+    """Two rows (the first, and the longest that is not too long), the last head: (rows, expected, found)."""
+    points = contract.entries[(host.case, "attention")]
+    positions = host.batch.positions
+    short = np.flatnonzero(positions < LONGEST)
+    longest = int(short[np.argmax(positions[short])]) if short.size else int(np.argmin(positions))
+    rows = np.unique(np.array([int(np.argmin(positions)), longest], np.int64))
+    head = host.config.num_heads - 1
+    kv_head = host.config.num_kv_heads - 1
+    expected = []
+    for row in rows:
+        sequence = int(np.searchsorted(host.batch.starts, row, side="right")) - 1
+        k, v = _keys(region, inputs, sequence, int(positions[row]) + 1, kv_head, host)
+        place = torch.tensor([int(positions[row])])
+        out, _ = attend(points, _tensor(inputs[0][row, head][None]), _tensor(k), _tensor(v), place)
+        expected.append(out.numpy()[0])
+    found = np.ascontiguousarray(outputs[0][rows, head])
+    return rows, {"attended": np.stack(expected)}, {"attended": found}
+
+
+def attention_backward_slice(
+    contract: Contract, inputs: Sequence[Array], out: Array, grad: Array, host: Host
+) -> Slices:
+    """dq of a sequence's first rows, dk and dv of its last keys: what a window of the sequence determines."""
+    points = contract.entries[("trainer_backward", "attention")]
+    forward = contract.entries[("trainer_forward", "attention")]
+    lengths = np.diff(host.batch.starts)
+    chosen = int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int32).max)))
+    first, length = int(host.batch.starts[chosen]), int(lengths[chosen])
+    group = host.config.num_heads // host.config.num_kv_heads
+    heads = slice(0, group)
+    width = min(length, WINDOW)
+    q, k, v = inputs
+    sequence_k, sequence_v = _tensor(k[first : first + length, 0]), _tensor(v[first : first + length, 0])
+
+    def window(start: int) -> tuple[Any, Any, Any]:
+        rows = slice(first + start, first + start + width)
+        places = torch.arange(start, start + width)
+        lse2 = torch.stack(
+            [attend(forward, _tensor(q[rows, h]), sequence_k, sequence_v, places)[1] for h in range(group)], dim=1
+        )
+        given = [_tensor(x[rows, heads]) for x in (grad, q)]
+        return attend_backward(
+            points, *given, _tensor(k[rows, 0]), _tensor(v[rows, 0]), _tensor(out[rows, heads]), lse2
+        )  # fmt: skip
+
+    dq = window(0)[0].numpy()
+    _, dk, dv = window(length - width)
+    begin, end = slice(first, first + width), slice(first + length - width, first + length)
+
+    def found(result: Sequence[Any]) -> Results:
+        return {
+            "gradient of the queries": np.ascontiguousarray(result[0][begin, heads]),
+            "gradient of the keys": np.ascontiguousarray(result[1][end, 0]),
+            "gradient of the values": np.ascontiguousarray(result[2][end, 0]),
+        }
+
+    expected = {"gradient of the queries": dq, "gradient of the keys": dk.numpy(), "gradient of the values": dv.numpy()}
+    return Slices(list(range(first, first + width)), expected, found)
+
+
+def _logits(region: Region, x: Array, temperature: float, host: Host) -> torch.Tensor:
+    panels: Panels = host.weights.rows(region)
+    parts = []
+    for start in range(0, panels.rows, 1 << 14):  # a part of the head is unpacked at a time
+        ids = np.arange(start, min(panels.rows, start + (1 << 14)))
+        parts.append(plain.chains(np.ascontiguousarray(x), unpack_row(panels, ids), 1, host.workers))
+    z = torch.from_numpy(np.concatenate(parts, axis=1))
+    return div(z, torch.full_like(z, float(np.float32(temperature))))
+
+
+def head_slice(
+    contract: Contract, region: Region, x: Array, targets: NDArray[np.int64], temperature: float, host: Host
+) -> Results:
+    """Statistics of some rows."""
+    points = contract.entries[(host.case, "logprob")]
+    found = statistics(points, _logits(region, x, temperature, host), torch.from_numpy(targets.astype(np.int64)))
+    return {name: np.ascontiguousarray(value) for name, value in vars(found).items()}
+
+
+def head_backward_slice(
+    contract: Contract,
+    region: Region,
+    x: Array,
+    targets: NDArray[np.int64],
+    temperature: float,
+    coefficient: Array,
+    host: Host,
+) -> Results:
+    """Gradient of the first features of some hidden rows."""
+    z = _logits(region, x, temperature, host)
+    ids = torch.from_numpy(targets.astype(np.int64))
+    found = statistics(contract.entries[("trainer_forward", "logprob")], z, ids)
+    points, dgrad = (contract.entries[("trainer_backward", name)] for name in ("logprob", "lm_head"))
+    m, log_sum = (torch.from_numpy(v)[:, None].expand_as(z) for v in (found.max, found.log_sum))
+    exp2 = primitive(points.primitive("exp2"))
+    p = exp2(mul(sub(sub(z, m), log_sum), torch.full_like(z, LOG2E)))
+    hot = torch.zeros_like(z)
+    hot[torch.arange(len(z)), ids] = 1.0
+    given = torch.from_numpy(np.ascontiguousarray(coefficient))
+    c = div(given, torch.full_like(given, float(np.float32(temperature))))
+    dz = mul(sub(hot, p), c[:, None].expand_as(z))
+    if (to := points.rounds("output")) is not None:
+        dz = cast(dz, to)
+    shards = dgrad.split.leaves
+    panels: Panels = host.weights.columns(region)
+    weight = unpack_row(panels, np.arange(min(panels.rows, 8)))
+    padding = -dz.shape[1] % (VOCABULARY_LEAF * shards) if shards > 1 else 0
+    rows = np.pad(dz.numpy(), ((0, 0), (0, padding)))
+    return {"gradient of hidden": _rounded(plain.chains(rows, weight, shards, host.workers), host)}

@@ -1,0 +1,105 @@
+"""The dependency probe: which rows of the outputs change when an input is changed, candidate against interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlkernel.kernels.cpu.convert import as_float32, from_float32
+from rlkernel.verify.admission.bits import Results, pattern
+from rlkernel.verify.admission.problem import Array, Problem
+from rlkernel.verify.admission.values import on_grid
+
+Run = Callable[[Problem], Results]
+
+
+def _places(length: int) -> list[int]:
+    return sorted({0, length // 2, length - 1}) if length else []
+
+
+def _moved(values: Array, bf16: bool) -> Array:
+    """Other finite values of a size that shows."""
+    finite = np.where(np.isfinite(values), values, np.float32(0.0))
+    return on_grid((np.float32(9.5) - np.float32(2.0) * finite).astype(np.float32), bf16)
+
+
+def _changed_arrays(
+    arrays: tuple[Any, ...], what: str, bf16: bool, columns: bool
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for number, array in enumerate(arrays):
+        if array.dtype != np.float32 or not array.size:
+            continue
+        for axis, name in ((0, "row"), (array.ndim - 1, "column")):
+            if name == "column" and (axis == 0 or not columns):
+                continue
+            for place in _places(array.shape[axis]):
+                index = (slice(None),) * axis + (place,)
+                changed = array.copy()
+                changed[index] = _moved(array[index], bf16)
+                yield f"{name} {place} of {what} {number}", (*arrays[:number], changed, *arrays[number + 1 :])
+
+
+def perturbed(problem: Problem, bf16: bool) -> Iterator[tuple[str, Problem]]:
+    """Problems that differ in one row or one column of one input, gradient or weight, or in stale slots of pages."""
+    # in a row of large or cancelling values, a change of one column may be rounded away: it proves nothing
+    normal = set(problem.hazards) == {"normal"}
+    for label, inputs in _changed_arrays(problem.inputs, "input", bf16, normal):
+        yield label, replace(problem, inputs=inputs)
+    if problem.head is None:
+        for label, grads in _changed_arrays(problem.grads, "gradient", bf16, normal):
+            yield label, replace(problem, grads=grads)
+    for name in problem.region.weights:
+        tensor = problem.tensors[name]
+        values = as_float32(tensor)
+        if not values.size or not normal:
+            continue
+        for place in _places(values.shape[-1]):
+            changed = values.copy()
+            changed[..., place] = _moved(values[..., place], bf16)
+            tensors = {**problem.tensors, name: from_float32(changed, tensor.dtype)}
+            yield f"column {place} of {name}", replace(problem, tensors=tensors)
+    if problem.pages is not None:
+        pages = problem.pages
+        k = np.where(np.isnan(pages.k_pages), np.float32(3.0), pages.k_pages)
+        v = np.where(np.isnan(pages.v_pages), np.float32(-3.0), pages.v_pages)
+        yield "slots of pages that hold no key of the sequence", replace(problem, pages=replace(pages, k_pages=k, v_pages=v))
+
+
+def _rows(one: Results, other: Results) -> dict[str, Array]:
+    """Per output, which share of each row (index of its first axis) changed."""
+    result = {}
+    for name, value in one.items():
+        differs = pattern(value) != pattern(other[name])
+        width = differs.size // max(1, len(value))
+        result[name] = differs.reshape(len(value), width).mean(axis=1, dtype=np.float32) if width else np.zeros(0)
+    return result
+
+
+def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf16: bool) -> str | None:
+    """The first input on which an output depends in one of the two only, as a sentence; None if there is none."""
+    try:
+        base_want, base_have = interpreter(problem), candidate(problem)
+    except Exception:  # the candidate fails here for another reason, which the caller reports
+        return None
+    for label, other in perturbed(problem, bf16):
+        want = _rows(base_want, interpreter(other))
+        found = candidate(other)
+        if set(found) != set(base_have):
+            return None
+        have = _rows(base_have, found)
+        for name, rows in want.items():
+            if name not in have or have[name].shape != rows.shape:
+                return None
+            if set(problem.hazards) != {"normal"} and name.endswith((".weight", ".bias")):
+                continue  # rows of all classes are added up there: the large ones hide what the others do
+            # rounding may hide a change of single elements: what has to change is a good share of a row
+            extra = np.flatnonzero((have[name] > 0) & (rows == 0))
+            missing = np.flatnonzero((rows >= 0.5) & (have[name] < 0.25 * rows))
+            if extra.size:
+                return f"row {extra[0]} of {name} changes with {label}, on which it may not depend"
+            if missing.size:
+                return f"row {missing[0]} of {name} does not change with {label}, on which it has to depend"
+    return None

@@ -1,0 +1,340 @@
+"""Deviations that any region may have: orders, cuts, widths of accumulators, casts, primitives. Tried one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlkernel.contract.points import Merge, RoundingSite, SixPoints
+from rlkernel.contract.profiles import EXP2, EXP2_P3
+from rlkernel.reference.arith import add, cast_bf16, mul, sub
+from rlkernel.reference.primitives import exp2_full, exp2_p3, log2_full
+from rlkernel.verify.admission.variants import Chain, Edit, Function, Variation
+
+Tensor = torch.Tensor
+ChainFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+_HALF_ULP_BF16 = 0x8000
+
+
+def descending(chain: ChainFunction) -> ChainFunction:
+    """The chain from the last element to the first."""
+    return lambda a, b, start: chain(a.flip(-1), b.flip(-1), start)
+
+
+def cut(size: int) -> Callable[[ChainFunction], ChainFunction]:
+    """Pieces of the axis, each its own chain from +0, added ascending."""
+
+    def make(chain: ChainFunction) -> ChainFunction:
+        def pieces(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+            total = start
+            for first in range(0, a.shape[-1], size):
+                zero = torch.zeros_like(total)
+                part = chain(a[..., first : first + size], b[..., first : first + size], zero)
+                total = part if first == 0 and not bool((start != 0).any()) else total + part
+            return total
+
+        return pieces
+
+    return make
+
+
+def strided(lanes: int) -> Callable[[ChainFunction], ChainFunction]:
+    """Side-by-side chains over every ``lanes``-th element, merged pairwise."""
+
+    def make(chain: ChainFunction) -> ChainFunction:
+        def sums(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+            parts = [chain(a[..., i::lanes], b[..., i::lanes], torch.zeros_like(start)) for i in range(lanes)]
+            while len(parts) > 1:
+                parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+            return parts[0] if not bool((start != 0).any()) else start + parts[0]
+
+        return sums
+
+    return make
+
+
+def from_zero(chain: ChainFunction) -> ChainFunction:
+    """A chain of its own, added to what it should have continued."""
+    return lambda a, b, start: start + chain(a, b, torch.zeros_like(start))
+
+
+def unfused(chain: ChainFunction) -> ChainFunction:
+    """Product and sum rounded apart."""
+
+    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        total = start
+        for k in range(a.shape[-1]):
+            total = total + a[..., k].float() * b[..., k].float()
+        return total
+
+    return steps
+
+
+def in_float64(chain: ChainFunction) -> ChainFunction:
+    """Accumulated in float64, rounded at the end."""
+
+    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        total = start.double()
+        for k in range(a.shape[-1]):
+            total = total + a[..., k].double() * b[..., k].double()
+        return total.to(torch.float32)
+
+    return steps
+
+
+def in_bf16(chain: ChainFunction) -> ChainFunction:
+    """The accumulator rounded to bfloat16 at every step."""
+
+    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        total = start
+        for k in range(a.shape[-1]):
+            total = cast_bf16(chain(a[..., k : k + 1], b[..., k : k + 1], total))
+        return total
+
+    return steps
+
+
+def narrow_inputs(chain: ChainFunction) -> ChainFunction:
+    """Operands rounded to bfloat16 first."""
+    return lambda a, b, start: chain(cast_bf16(a), cast_bf16(b), start)
+
+
+def rounded_state(size: int) -> Callable[[ChainFunction], ChainFunction]:
+    """The accumulator rounded to bfloat16 after every ``size`` elements."""
+
+    def make(chain: ChainFunction) -> ChainFunction:
+        def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+            total = start
+            for first in range(0, a.shape[-1], size):
+                total = cast_bf16(chain(a[..., first : first + size], b[..., first : first + size], total))
+            return total
+
+        return steps
+
+    return make
+
+
+def linear_tree(_: Any) -> Callable[..., Tensor]:
+    """Neighbours added one after the other instead of a tree."""
+
+    def merge(values: Tensor, dim: int = -1) -> Tensor:
+        parts = values.float().movedim(dim, 0)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    return merge
+
+
+def reversed_linear_tree(_: Any) -> Callable[..., Tensor]:
+    """The last value first, one after the other."""
+    return lambda values, dim=-1: linear_tree(None)(values.flip(dim), dim)
+
+
+def halves_tree(_: Any) -> Callable[..., Tensor]:
+    """A tree that pairs element i with element i + n/2."""
+
+    def merge(values: Tensor, dim: int = -1) -> Tensor:
+        level = values.float().movedim(dim, 0)
+        width = 1 << max(0, len(level) - 1).bit_length()
+        level = torch.cat([level, torch.zeros((width - len(level), *level.shape[1:]))])
+        while len(level) > 1:
+            level = level[: len(level) // 2] + level[len(level) // 2 :]
+        return level[0]
+
+    return merge
+
+
+def wide_tree(_: Any) -> Callable[..., Tensor]:
+    """The merge accumulated in float64."""
+    return lambda values, dim=-1: values.double().sum(dim).to(torch.float32)
+
+
+def narrow_tree(tree: Any) -> Callable[..., Tensor]:
+    """Leaves rounded to bfloat16 before they are merged."""
+    return lambda values, dim=-1: tree(cast_bf16(values), dim)
+
+
+def truncated(_: Any) -> Callable[..., Tensor]:
+    """A cast that truncates."""
+
+    def cast(a: Tensor, dtype: str) -> Tensor:
+        if dtype != "bfloat16":
+            return a
+        return torch.where(a.isnan(), cast_bf16(a), (a.view(torch.int32) & -0x10000).view(torch.float32))
+
+    return cast
+
+
+def half_up(_: Any) -> Callable[..., Tensor]:
+    """A cast that rounds ties away from zero."""
+
+    def cast(a: Tensor, dtype: str) -> Tensor:
+        if dtype != "bfloat16":
+            return a
+        pattern = (a.view(torch.int32) + _HALF_ULP_BF16) & -0x10000
+        return torch.where(a.isnan(), cast_bf16(a), pattern.view(torch.float32))
+
+    return cast
+
+
+def twice(cast: Any) -> Callable[..., Tensor]:
+    """A cast by way of a narrower float: three more bits are rounded first."""
+
+    def both(a: Tensor, dtype: str) -> Tensor:
+        pattern = a.view(torch.int32)
+        first = ((pattern + 0xFFF + ((pattern >> 13) & 1)) & -0x2000).view(torch.float32)
+        return cast(torch.where(a.isnan(), a, first), dtype)
+
+    return both
+
+
+def _named(**functions: Callable[[Tensor], Tensor]) -> Edit:
+    """Primitives that are looked up by name, replaced."""
+    by_name = {name.replace("_", "."): function for name, function in functions.items()}
+    return Function(
+        "primitive", lambda original: lambda name: by_name.get(name, original(name)), ("attention", "regions", "head", "loss")
+    )
+
+
+def exact_exp2(x: Tensor) -> Tensor:
+    """2^x, correctly rounded (nearly)."""
+    return torch.exp2(x.double()).to(torch.float32)
+
+
+def library_exp2(x: Tensor) -> Tensor:
+    """A library's float32 exp2."""
+    return torch.exp2(x)
+
+
+def _entry(**changes: Any) -> Callable[[SixPoints], SixPoints | None]:
+    return lambda points: replace(points, **changes)
+
+
+def _split(**changes: Any) -> Callable[[SixPoints], SixPoints | None]:
+    return lambda points: replace(points, split=replace(points.split, **changes))
+
+
+def leaves(count: int) -> Callable[[SixPoints], SixPoints | None]:
+    """Another number of leaves of an axis that is cut into leaves."""
+
+    def change(points: SixPoints) -> SixPoints | None:
+        if points.split.leaf_size or points.merge.leaf != "ascending_chain" or points.split.lanes > 1:
+            return None
+        merge = replace(points.merge, leaves="balanced_tree" if count > 1 else "none")
+        return replace(points, split=replace(points.split, leaves=count), merge=merge)
+
+    return change
+
+
+def lane_count(count: int) -> Callable[[SixPoints], SixPoints | None]:
+    """Another number of strided lanes."""
+
+    def change(points: SixPoints) -> SixPoints | None:
+        if points.split.lanes == 1:
+            return None
+        return replace(points, split=replace(points.split, lanes=count), merge=_lane_merge(points.merge, count))
+
+    return change
+
+
+def _lane_merge(merge: Merge, count: int) -> Merge:
+    return replace(merge, lanes="balanced_tree" if count > 1 else "none")
+
+
+def leaf_size(size: int) -> Callable[[SixPoints], SixPoints | None]:
+    """Leaves of another size."""
+    return lambda points: None if not points.split.leaf_size else _split(leaf_size=size)(points)
+
+
+def constant(name: str, value: str) -> Callable[[SixPoints], SixPoints | None]:
+    """Another pinned constant."""
+
+    def change(points: SixPoints) -> SixPoints | None:
+        if name not in dict(points.constants):
+            return None
+        return replace(points, constants=tuple((k, value if k == name else v) for k, v in points.constants))
+
+    return change
+
+
+def not_rounded(site: str) -> Callable[[SixPoints], SixPoints | None]:
+    """A rounding site left out."""
+    return lambda points: replace(points, rounding=tuple(r for r in points.rounding if r.site != site))
+
+
+def also_rounded(site: str) -> Callable[[SixPoints], SixPoints | None]:
+    """A rounding to bfloat16 at a site that has none (or rounds to float32)."""
+
+    def change(points: SixPoints) -> SixPoints | None:
+        kept = tuple(r for r in points.rounding if r.site != site)
+        return replace(points, rounding=(*kept, RoundingSite(site, "bfloat16")))
+
+    return change
+
+
+def other_weights_exp2(points: SixPoints) -> SixPoints | None:
+    """The exponential of attention weights exchanged."""
+    roles = dict(points.primitives)
+    if "weights_exp2" not in roles:
+        return None
+    other = EXP2 if roles["weights_exp2"] != EXP2 else EXP2_P3
+    return replace(points, primitives=tuple((r, other if r == "weights_exp2" else p) for r, p in points.primitives))
+
+
+def _reciprocal_division(div: Any) -> Callable[..., Tensor]:
+    return lambda a, b: mul(a, div(torch.ones_like(b) if isinstance(b, Tensor) else 1.0, b))
+
+
+def _half_precision_division(div: Any) -> Callable[..., Tensor]:
+    return lambda a, b: (a.double() * (1.0 / b.double()).float().double()).float()
+
+
+def _plain_maximum(_: Any) -> Callable[..., Tensor]:
+    return lambda a, b: torch.where(torch.as_tensor(a) > b, a, b)
+
+
+_TREES = ("reductions", "attention", "head", "optimizer")
+_CASTS = ("attention", "regions", "optimizer")
+
+GENERIC: tuple[Variation, ...] = (
+    Variation("merge order", "a chain in descending order", (Chain(descending),)),
+    Variation("merge order", "leaves or lanes merged one after the other instead of in a tree", (Function("tree", linear_tree, _TREES),)),
+    Variation("merge order", "leaves or lanes merged one after the other from the last", (Function("tree", reversed_linear_tree, _TREES),)),
+    Variation("merge order", "a tree that pairs element i with element i + n/2", (Function("tree", halves_tree, _TREES),)),
+    *(Variation("split", f"{n} leaves", entry=leaves(n)) for n in (1, 2, 4, 8)),
+    *(Variation("split", f"{n} strided lanes", entry=lane_count(n)) for n in (1, 4, 8, 16, 32, 64, 128, 512)),
+    *(Variation("split", f"leaves of {n} elements", entry=leaf_size(n)) for n in (32, 64, 128, 256, 512, 1024, 2048)),
+    *(Variation("split", f"chains that start anew every {n} elements", (Chain(cut(n)),)) for n in (2, 4, 8, 16, 32, 64, 128, 256, 512)),
+    *(Variation("split", f"{n} interleaved chains", (Chain(strided(n)),)) for n in (2, 4, 8, 16)),
+    Variation("split", "a chain from +0 that is added to the one it should have continued", (Chain(from_zero),)),
+    Variation("precision", "an accumulator in float64", (Chain(in_float64),)),
+    Variation("precision", "an accumulator in bfloat16", (Chain(in_bf16),)),
+    *(Variation("precision", f"an accumulator that rests in bfloat16 every {n} elements", (Chain(rounded_state(n)),)) for n in (16, 32, 64, 128, 512)),
+    Variation("precision", "operands rounded to bfloat16 before the products", (Chain(narrow_inputs),)),
+    Variation("precision", "a merge of leaves in float64", (Function("tree", wide_tree, _TREES),)),
+    Variation("precision", "leaves kept in bfloat16 before their merge", (Function("tree", narrow_tree, _TREES),)),
+    Variation("rounding", "an output that is not rounded", entry=not_rounded("output")),
+    Variation("rounding", "an output that is rounded to bfloat16", entry=also_rounded("output")),
+    Variation("rounding", "a cast that truncates", (Function("cast", truncated, _CASTS),)),
+    Variation("rounding", "a cast that rounds ties away from zero", (Function("cast", half_up, _CASTS),)),
+    Variation("rounding", "a value that is rounded twice", (Function("cast", twice, _CASTS),)),
+    Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in chains", (Chain(unfused),)),
+    Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in formulas",
+              (Function("fma32", lambda _: lambda a, b, c: add(mul(a, b), c), ("attention", "regions", "head", "optimizer")),)),
+    Variation("primitives", "a product with the reciprocal instead of a division",
+              (Function("div", _reciprocal_division, ("attention", "regions", "head", "optimizer")),)),
+    Variation("primitives", "exp2.p3 instead of exp2.full", (_named(exp2_full=exp2_p3),)),
+    Variation("primitives", "another exp2 instead of exp2.full (correctly rounded)", (_named(exp2_full=exact_exp2),)),
+    Variation("primitives", "a library's exp2 instead of exp2.full", (_named(exp2_full=library_exp2),)),
+    Variation("primitives", "another logarithm instead of log2.full", (_named(log2_full=lambda x: torch.log2(x.double()).float()),)),
+    Variation("primitives", "a maximum that ignores NaN or the sign of zero",
+              (Function("maximum", _plain_maximum, ("attention", "head")),)),
+)  # fmt: skip
+"""Deviations that are tried for every region; those that cannot apply to its entry are skipped."""
+
+__all__ = ["GENERIC", "exp2_full", "log2_full", "sub"]
