@@ -124,7 +124,7 @@ def test_torch_sum_over_rows() -> None:
     assert rows == single
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1024, 1), (16, 1024, 16), (7, 300, 5), (3, 97, 33)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 512, 1), (16, 1024, 16), (7, 300, 5), (3, 97, 33)])
 def test_torch_matmul(m: int, k: int, n: int) -> None:
     """MKL may use several orders in one product: each is found, and every output is one of them."""
     found = reveal(function_target(torch.matmul, "torch.matmul", n=k, rows=m, columns=n, operands=2, library="torch"))
@@ -270,6 +270,26 @@ def test_the_matrix_unit_of_sm_90(n: int) -> None:
     assert adder is not None and (adder.fraction_bits, adder.mode, adder.unit) == (25, "truncate", "")
 
 
+def test_the_matrix_unit_of_sm_90_for_float16() -> None:
+    """Small float16 numbers are coarse: the probes of the adder must stay on their grid."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(a.shape[0], b.shape[1])
+        for k in range(0, a.shape[1], 16):
+            total = mma.dot_k16_fp16(a[:, None, k : k + 16], b.T[None, :, k : k + 16].contiguous(), total)
+        return total
+
+    for output in ("float32", "float16"):
+        target = function_target(
+            lambda a, b, kind=output: product(a, b).to(getattr(torch, kind)),
+            "mma", n=48, rows=8, columns=4, operands=2, dtype="float16", output=output, library="torch",
+        )  # fmt: skip
+        tree, found = reveal_one(target)
+        assert compact(tree) == "chain({0..15} x3 by 16)"
+        adder = found.orders[0].arithmetic.adder
+        assert adder is not None and (adder.fraction_bits, adder.mode) == (25, "truncate")
+
+
 def test_the_matrix_unit_of_gfx942() -> None:
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return mfma.chain_bf16(a, b.T.contiguous())
@@ -328,6 +348,19 @@ def test_what_has_no_fixed_order_is_refused() -> None:
 
     with pytest.raises(NotASummation, match="not deterministic"):
         reveal(rows_target(shuffled, 64))
+
+    calls = 0
+
+    def now_and_then(x: Array) -> Array:
+        """Another order in every ninth call, as when a thread comes late."""
+        nonlocal calls
+        calls += 1
+        return sums.pairwise(x) if calls % 9 == 0 else sums.sequential(x)
+
+    with pytest.raises(NotASummation):
+        found = reveal(rows_target(now_and_then, 16))
+        assert not found.proven and "not deterministic" in found.reason
+        raise NotASummation(found.reason)
 
 
 def test_what_is_no_plain_sum_is_refused() -> None:

@@ -168,7 +168,7 @@ def _print(
     )
     for k, order in enumerate(found.orders):
         if len(found.orders) > 1:
-            click.echo(f"\norder {k + 1} of {len(found.orders)}: {order.where} ({order.outputs} outputs)")
+            click.echo(f"\norder {k + 1} of {len(found.orders)}, {order.outputs} outputs: {order.where}")
         text = compact(order.tree)
         click.echo(f"  form        {summary(order.tree)}")
         click.echo(f"  order       {text}" if len(text) <= 100 else "  order")

@@ -186,10 +186,10 @@ def _fused_adder(prober: Prober, tree: Tree) -> FusedAdder:
             f"{target.name}: a fused adder of {len(leaves)} terms keeps nothing beside its largest term"
         )
     outside = next((leaf for leaf in range(target.n) if not tree.partial_sums[node] >> leaf & 1), None)
-    row = {x: 1.0, y: 3.0 * 2.0**-25}
+    row = {x: large, y: large * 3.0 * 2.0**-25}
     if outside is not None:
-        row[outside] = -1.0
-    rounded = prober.sums_of([row])[0] - (1.0 if outside is None else 0.0)
+        row[outside] = -large
+    rounded = prober.sums_of([row])[0] - (large if outside is None else 0.0)
     raw = True
     if target.operands == 2:
         left = prober.sums_of([{x: 1.5 * large, y: large * 2.0**-fraction, z: -1.5 * large}], factor=1.5)

@@ -23,6 +23,7 @@ from rlkernel.verify.discovery.tree import Tree, leaf_ranges
 MAX_INPUTS = 16384
 _SIGNATURES = 24
 _MOST_ORDERS = 16
+_REPEATS = 16
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _where(mask: npt.NDArray[np.bool_]) -> str:
     if not columns.all():
         parts.append(f"columns {leaf_ranges(np.flatnonzero(columns).tolist())}")
     if int(mask.sum()) != int(rows.sum()) * int(columns.sum()):
-        parts.append(f"{int(mask.sum())} outputs there")
+        parts.append(f"{int(mask.sum())} of {int(rows.sum()) * int(columns.sum())} outputs")
     return ", ".join(parts)
 
 
@@ -252,6 +253,9 @@ def _with_unit(target: Target, order: Order) -> Order:
 def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generator) -> str:
     """Why a tree does not reproduce the bits: looks for an order that depends on the data."""
     target = prober.target
+    trial = target.trial(lambda count: draw(target, count, rng))
+    if len({bits_of(target.outputs(trial)).tobytes() for _ in range(_REPEATS)}) > 1:
+        return f"{target.name} is not deterministic: calls on the same input differ; it has no fixed order"
     share = f"{order.differing:,} of {order.checked:,} outputs have other bits than the revealed tree gives"
     if order.tree.fused:
         return (

@@ -206,7 +206,8 @@ def _torch_conversion(dtype: str, device: str) -> Conversion:
 
     def convert(array: Array, offset: int) -> Any:
         placed = torch.empty(array.size + offset, dtype=kind, device=device)[offset:].view(array.shape)
-        return placed.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        source = np.ascontiguousarray(array)
+        return placed.copy_(torch.from_numpy(source if source.flags.writeable else source.copy()))
 
     return convert
 
