@@ -78,19 +78,30 @@ class Comparison:
         }
 
 
+Clock = Callable[[], float]
+CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
 def alternate(
-    ours: Callable[[], object], peer: Callable[[], object], repeats: int, *, warmups: int = 1
+    ours: Callable[[], object],
+    peer: Callable[[], object],
+    repeats: int,
+    *,
+    warmups: int = 1,
+    clock: Clock = time.perf_counter,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of both, called in turn, so that whatever else the machine does meets both alike."""
+    """Seconds of both, called in turn after a short rest, so that whatever else the machine does meets both alike and no
+    library's spinning threads take a core from the other side."""
     for _ in range(warmups):
         ours()
         peer()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for function, record in ((ours, times[0]), (peer, times[1])):
-            start = time.perf_counter()
+            time.sleep(0.03)
+            start = clock()
             function()
-            record.append(time.perf_counter() - start)
+            record.append(clock() - start)
     return tuple(times[0]), tuple(times[1])
 
 

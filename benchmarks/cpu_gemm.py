@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import CLOCKS, Clock
 from rlkernel.kernels.cpu.gemm import matmul, pack_rows, weight_gradient
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -22,6 +23,10 @@ ROWS = (1, 8, 32, 64, 256, 1024)
 DEPTHS = (576, 1536, 4096)
 COLUMNS = (576, 1536, 49152)
 WIDE_ROWS = 64  # the widest output (a vocabulary) is measured up to so many rows
+
+
+BLOCK = 5
+REST_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,29 @@ class Cell:
         return {**vars(self), "ratio": round(self.ratio, 4)}
 
 
-def alternate(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """Median seconds of both, called in turn for about ``seconds`` in total (at least 5 times each)."""
+def alternate(
+    first: Callable[[], object], second: Callable[[], object], seconds: float, clock: Clock
+) -> tuple[float, float]:
+    """Median seconds of both, called in turn, ``BLOCK`` calls at a time, for about ``seconds`` in total.
+
+    Before each block the machine rests: an OpenMP library's threads spin for some milliseconds after their last work,
+    and would take a core from whoever comes next.
+    """
     first(), second()
     times: tuple[list[float], list[float]] = ([], [])
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 2000):
+    spent = 0.0
+    while len(times[0]) < 3 * BLOCK or (spent < seconds and len(times[0]) < 2000):
         for function, record in ((first, times[0]), (second, times[1])):
-            start = time.perf_counter()
-            function()
-            record.append(time.perf_counter() - start)
+            time.sleep(REST_S)
+            for _ in range(BLOCK):
+                start = clock()
+                function()
+                record.append(clock() - start)
+                spent += record[-1]
     return float(np.median(times[0])), float(np.median(times[1]))
 
 
-def measure(threads: int, seconds: float = 0.5) -> Iterator[Cell]:
+def measure(threads: int, seconds: float = 0.5, clock: str = "wall") -> Iterator[Cell]:
     """Every cell of the forward GEMM ``x @ w.T``, then some weight gradients, ``threads`` for both sides."""
     import torch
 
@@ -74,7 +88,9 @@ def measure(threads: int, seconds: float = 0.5) -> Iterator[Cell]:
                 x = generator.standard_normal((rows, depth), dtype=np.float32)
                 tx, tw = torch.from_numpy(x), torch.from_numpy(w).t()
                 with torch.inference_mode():
-                    ours, other = alternate(partial(matmul, x, panels, workers), partial(torch.mm, tx, tw), seconds)
+                    ours, other = alternate(
+                        partial(matmul, x, panels, workers), partial(torch.mm, tx, tw), seconds, CLOCKS[clock]
+                    )
                 yield Cell("x @ w.T", rows, depth, columns, ours, other)
     for tokens in (64, 1024):
         for columns, depth in ((576, 576), (1536, 576), (576, 1536), (4096, 1536)):
@@ -84,7 +100,10 @@ def measure(threads: int, seconds: float = 0.5) -> Iterator[Cell]:
             tdy, tx, tgrad = torch.from_numpy(dy).t(), torch.from_numpy(x), torch.zeros(columns, depth)
             with torch.inference_mode():
                 ours, other = alternate(
-                    partial(weight_gradient, dy, x, grad, workers), partial(tgrad.addmm_, tdy, tx), seconds
+                    partial(weight_gradient, dy, x, grad, workers),
+                    partial(tgrad.addmm_, tdy, tx),
+                    seconds,
+                    CLOCKS[clock],
                 )
             yield Cell("dy.T @ x", tokens, depth, columns, ours, other)
     workers.close()
@@ -95,11 +114,11 @@ def geometric_mean(cells: list[Cell]) -> float:
     return math.exp(sum(math.log(cell.ratio) for cell in cells) / len(cells))
 
 
-def main(threads: int = 2, seconds: float = 0.5) -> list[Cell]:
+def main(threads: int = 2, seconds: float = 0.5, clock: str = "wall") -> list[Cell]:
     """Measure and print every cell and the means; returns the cells."""
     cells = []
     print(f"{'':10}{'M':>6}{'K':>6}{'N':>7}{'ours ms':>11}{'torch ms':>11}{'GFLOP/s':>9}{'ratio':>7}")
-    for cell in measure(threads, seconds):
+    for cell in measure(threads, seconds, clock):
         cells.append(cell)
         speed = 2e-9 * cell.rows * cell.depth * cell.columns / cell.ours
         print(

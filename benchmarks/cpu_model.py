@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import Comparison, alternate
+from benchmarks.common import Clock, Comparison, alternate
 from benchmarks.models import Models, sequences_batch
 from rlkernel.ops.gradients import Gradients
 from vime.types import RolloutRequest, SampleId, SamplingParams
@@ -40,7 +39,7 @@ def forward(models: Models, repeats: int) -> Iterator[Comparison]:
             with torch.no_grad():
                 return peer(ids, use_cache=False).logits
 
-        times = alternate(ours, theirs, repeats)
+        times = alternate(ours, theirs, repeats, clock=models.clock)
         yield Comparison(
             f"forward, {count} x {length} tokens",
             "logits of every token, and from them log-probability, entropy and distribution digest of every token",
@@ -55,11 +54,12 @@ def forward(models: Models, repeats: int) -> Iterator[Comparison]:
 class _StepTimes:
     """Seconds between the ends of successive steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.marks: list[float] = []
 
     def mark(self, *_: object) -> None:
-        self.marks.append(time.perf_counter())
+        self.marks.append(self._clock())
 
     def take(self) -> list[float]:
         """Durations since the last call: one a decode step (the first mark ends the prefill)."""
@@ -74,7 +74,7 @@ def decode(models: Models, repeats: int) -> Iterator[Comparison]:
     prompts = _tokens(models, SEQUENCES, PROMPT, seed=64)
     ids = torch.from_numpy(prompts)
     peer, engine = models.peer, models.engine(SEQUENCES, PROMPT + NEW_TOKENS, BLOCK_SIZE)
-    our_steps, peer_steps = _StepTimes(), _StepTimes()
+    our_steps, peer_steps = _StepTimes(models.clock), _StepTimes(models.clock)
     engine.progress = our_steps.mark
     params = SamplingParams(temperature=1.0, max_new_tokens=NEW_TOKENS)
     requests = [
@@ -117,7 +117,7 @@ def decode(models: Models, repeats: int) -> Iterator[Comparison]:
     theirs()
     our_steps.take()
     peer_steps.take()
-    times = alternate(ours, theirs, min(repeats, GENERATE_REPEATS), warmups=0)
+    times = alternate(ours, theirs, min(repeats, GENERATE_REPEATS), warmups=0, clock=models.clock)
     sampled = "a token drawn from the full distribution at temperature 1 with prompts of 48 tokens, 64 new tokens each"
     yield Comparison(
         f"generate, {SEQUENCES} sequences",
@@ -165,7 +165,7 @@ def training(models: Models, repeats: int) -> Iterator[Comparison]:
         (taken.sum() * float(weight)).backward()
 
     peer.zero_grad(set_to_none=False)
-    times = alternate(ours, theirs, repeats)
+    times = alternate(ours, theirs, repeats, clock=models.clock)
     peer.zero_grad(set_to_none=True)
     yield Comparison(
         f"forward and backward, {TRAINED} x {TRAINED_LENGTH}",

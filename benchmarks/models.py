@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common import CLOCKS
 from rlkernel.contract.build import build_contract
 from rlkernel.kernels.cpu.gemm import matmul
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.definition import define_model
 from rlkernel.models.dtypes import Dtype
 from rlkernel.models.loading import LoadedModel, load_model
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import without_certificates
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
@@ -41,7 +42,7 @@ def build_runner(model: LoadedModel, workers: Workers, *, training: bool = False
     return ModelRunner(
         definition,
         weights,
-        compose("exact"),
+        without_certificates("exact"),
         Evidence("benchmark"),
         dtype=model.dtype,
         tp=1,
@@ -66,8 +67,8 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
 class Models:
     """A checkpoint, loaded once; the sides are built when they are first asked for."""
 
-    def __init__(self, folder: Path, threads: int, dtype: Dtype = "float32") -> None:
-        self.folder, self.workers = folder, Workers(threads)
+    def __init__(self, folder: Path, threads: int, dtype: Dtype = "float32", clock: str = "wall") -> None:
+        self.folder, self.workers, self.clock = folder, Workers(threads), CLOCKS[clock]
         self.loaded = load_model(folder, dtype)
 
     @cached_property
