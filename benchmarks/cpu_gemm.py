@@ -60,7 +60,7 @@ def alternate(
     first(), second()
     times: tuple[list[float], list[float]] = ([], [])
     spent = 0.0
-    while len(times[0]) < 3 * BLOCK or (spent < seconds and len(times[0]) < 2000):
+    while len(times[0]) < 3 * BLOCK or (spent < seconds and len(times[0]) < 40 * BLOCK):
         for function, record in ((first, times[0]), (second, times[1])):
             time.sleep(REST_S)
             for _ in range(BLOCK):
