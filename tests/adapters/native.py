@@ -13,7 +13,7 @@ from rlkernel.contract.schedules import Schedule
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.config import ModelConfig
 from rlkernel.models.definition import define_model
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import without_certificates
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
@@ -44,7 +44,7 @@ def runner(weights: Any, evidence: Evidence) -> ModelRunner:
     return ModelRunner(
         define_model(MODEL),
         weights,
-        compose("exact"),
+        without_certificates("exact"),
         evidence,
         dtype="float32",
         tp=1,

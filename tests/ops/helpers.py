@@ -8,7 +8,7 @@ import torch
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.config import ModelConfig
 from rlkernel.models.definition import define_model
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import without_certificates
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import DTYPES, WeightSet
@@ -57,7 +57,7 @@ def runner(model: ModelConfig, weights=None, dtype="float32", tp=1, threads=2, t
     return ModelRunner(
         definition,
         packed,
-        compose(numerics),
+        without_certificates(numerics),
         Evidence("test"),
         dtype=dtype,
         tp=tp,

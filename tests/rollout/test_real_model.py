@@ -10,7 +10,7 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.kernels.torch_native.weights import TorchWeightSet
 from rlkernel.models.definition import define_model
 from rlkernel.models.presets import preset
-from rlkernel.ops.composition import Numerics, compose
+from rlkernel.ops.composition import Numerics, without_certificates
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
@@ -36,7 +36,7 @@ class Setting:
         self.runner = ModelRunner(
             self.definition,
             self.pack(self.tensors),
-            compose(numerics),
+            without_certificates(numerics),
             self.evidence,
             dtype=dtype,
             tp=1,

@@ -10,7 +10,7 @@ from rlkernel.contract.schedules import Schedule
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.config import ModelConfig
 from rlkernel.models.definition import define_model
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import without_certificates
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
@@ -37,7 +37,7 @@ def runner(weights, dtype="float32", threads=1, training=True) -> ModelRunner:
     definition, workers = define_model(MODEL), Workers(threads)
     packed = WeightSet(definition, weights, dtype=dtype, tp=1, workers=workers, training=training)
     return ModelRunner(
-        definition, packed, compose("exact"), Evidence("trainer"), dtype=dtype, tp=1, workers=workers, max_position=64
+        definition, packed, without_certificates("exact"), Evidence("trainer"), dtype=dtype, tp=1, workers=workers, max_position=64
     )
 
 

@@ -19,9 +19,11 @@ from rlkernel.kernels.torch_native.weights import TorchWeightSet
 from rlkernel.models.config import ModelConfig, RopeConfig
 from rlkernel.models.definition import define_model
 from rlkernel.models.tokenizer import Tokenizer
-from rlkernel.ops.composition import compose
+from rlkernel.ops.composition import Composition, Numerics, compose, cpu_candidates, without_certificates
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
+from rlkernel.verify.admission.first_use import with_first_use_checks
+from rlkernel.verify.admission.store import ensure_certificates
 from rlkernel.verify.evidence import Evidence
 from rlkernel.verify.sentinels import ENGINE_CASES, TRAINER_CASES, Declaration, declare
 from vime.pipeline.schema import Pipeline
@@ -30,6 +32,7 @@ from vime.rollout.native.engine import NativeEngine
 from vime.rollout.native.model import KVShape
 from vime.runtime.deployment import describe_deployment
 from vime.runtime.models import load_pipeline_tokenizer
+from vime.train.admission import step_candidates
 from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, OptimizerConfig
 
 ENGINE_ID = "native-0"
@@ -80,9 +83,34 @@ def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
     )
 
 
+def _numerics(name: str) -> Numerics:
+    return "exact" if name == "exact" else "native"
+
+
+def admitted_composition(contract: Contract, numerics: str, workers: Workers, evidence: Evidence) -> Composition:
+    """Implementations of a side: admitted for every region and case, each one's first use checked on live operands.
+
+    Certificates that are missing here (other sources, toolchain or constants) are made now, in seconds, and kept. The
+    ``native`` arm keeps no contract: nothing is admitted for it.
+
+    Raises:
+        AdmissionRefused: an implementation's bits are not the contract's.
+    """
+    if numerics != "exact":
+        return without_certificates("native")
+    candidates = [(candidate.region, candidate.op) for candidate in cpu_candidates()]
+    admitted = ensure_certificates(contract, [*candidates, *step_candidates()], workers)
+    composition = compose(contract, admitted.certificates)
+    evidence.facts["certificates"] = {
+        "of": {f"{c.region}/{c.implementation}": c.digest() for c in admitted.certificates},
+        "made_at_first_use": sorted({c.region for c in admitted.made}),
+    }
+    return with_first_use_checks(composition, contract, evidence)
+
+
 def side_deployment(numerics: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """What an embedded side is deployed as: implementations, source digests, versions, device."""
-    return describe_deployment(compose("exact" if numerics == "exact" else "native").implementations(), sources)
+    return describe_deployment(without_certificates(_numerics(numerics)).implementations(), sources)
 
 
 def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str]) -> Identities:
@@ -101,7 +129,7 @@ def engine_sources() -> dict[str, str]:
 
 def side_declaration(contract: Contract, numerics: str, side: str) -> Declaration:
     """What an embedded side may run: every entry of the contract in its cases, by its composition."""
-    composition = compose("exact" if numerics == "exact" else "native")
+    composition = without_certificates(_numerics(numerics))
     if side == "trainer":
         implementations = {**composition.implementations(), **OPTIMIZER_IMPLEMENTATIONS}
         return declare(contract, "the trainer", TRAINER_CASES, implementations, every_occurrence=True)
@@ -140,7 +168,7 @@ class SideSpecification:
         return ModelRunner(
             define_model(self.config),
             self.weights(tensors, numerics, workers, training=training),  # type: ignore[arg-type]
-            compose("exact" if numerics == "exact" else "native"),
+            admitted_composition(pipeline_contract(self.pipeline, self.config), numerics, workers, evidence),
             evidence,
             dtype=self.dtype,
             tp=self.tp,
@@ -202,7 +230,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
                 ModelRunner(
                     weights.definition,
                     weights,
-                    compose("exact" if numerics == "exact" else "native"),
+                    admitted_composition(contract, numerics, workers, evidence),
                     evidence,
                     dtype=side.dtype,
                     tp=side.tp,

@@ -103,7 +103,7 @@ def explain(
         cases: problems that were run, with both results; at least one with differences.
         run: executes an operation on a problem.
         probe: the dependency probe for a problem.
-        limit_seconds: after this time no further variation is tried.
+        limit_seconds: after this much CPU time no further variation is tried.
     """
     chosen = choose(cases)
     if probe is not None:
@@ -112,9 +112,9 @@ def explain(
             if (found := probe(item.problem)) is not None:
                 return Explanation("dependency", found, True)
     trials: list[_Trial] = []
-    until = time.monotonic() + limit_seconds
+    until = time.process_time() + limit_seconds
     for variation in variations_for(region, case):
-        if time.monotonic() > until:
+        if time.process_time() > until:
             break
         try:
             operation = varied_operation(contract, region, case, variation)

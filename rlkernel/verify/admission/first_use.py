@@ -21,6 +21,7 @@ from rlkernel.models.definition import Region
 from rlkernel.ops.composition import Composition
 from rlkernel.ops.host import Host, TokenBatch
 from rlkernel.verify.admission.bits import Results, compare
+from rlkernel.verify.admission.execute import reference_operation
 from rlkernel.verify.admission.first_use_slices import (
     attention_backward_slice,
     attention_slice,
@@ -30,7 +31,6 @@ from rlkernel.verify.admission.first_use_slices import (
     linear_backward_slice,
     linear_slice,
 )
-from rlkernel.verify.admission.execute import reference_operation
 from rlkernel.verify.evidence import Evidence
 
 Array = NDArray[np.float32]

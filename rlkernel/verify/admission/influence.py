@@ -14,6 +14,7 @@ from rlkernel.verify.admission.problem import Array, Problem
 from rlkernel.verify.admission.values import on_grid
 
 Run = Callable[[Problem], Results]
+_ROW_WIDTH = 8  # of narrower rows a share says little: rounding may hide what a single element does
 
 
 def _places(length: int) -> list[int]:
@@ -61,6 +62,12 @@ def perturbed(problem: Problem, bf16: bool) -> Iterator[tuple[str, Problem]]:
             changed[..., place] = _moved(values[..., place], bf16)
             tensors = {**problem.tensors, name: from_float32(changed, tensor.dtype)}
             yield f"column {place} of {name}", replace(problem, tensors=tensors)
+    if problem.region.kind == "embedding" and len(problem.inputs[0]):
+        name, row = problem.region.weights[0], int(problem.inputs[0][0])
+        changed = as_float32(problem.tensors[name]).copy()
+        changed[row] = _moved(changed[row], bf16)
+        tensors = {**problem.tensors, name: from_float32(changed, problem.tensors[name].dtype)}
+        yield f"row {row} of {name}", replace(problem, tensors=tensors)
     if problem.pages is not None:
         pages = problem.pages
         k = np.where(np.isnan(pages.k_pages), np.float32(3.0), pages.k_pages)
@@ -69,13 +76,18 @@ def perturbed(problem: Problem, bf16: bool) -> Iterator[tuple[str, Problem]]:
 
 
 def _rows(one: Results, other: Results) -> dict[str, Array]:
-    """Per output, which share of each row (index of its first axis) changed."""
+    """Per output, which share of each row (index of its first axis) changed; of the whole where rows are narrow."""
     result = {}
     for name, value in one.items():
         differs = pattern(value) != pattern(other[name])
-        width = differs.size // max(1, len(value))
-        result[name] = differs.reshape(len(value), width).mean(axis=1, dtype=np.float32) if width else np.zeros(0)
+        rows = len(value) if value.ndim and differs.size >= _ROW_WIDTH * len(value) else 1
+        shares = differs.reshape(rows, differs.size // max(1, rows))
+        result[name] = shares.mean(axis=1, dtype=np.float32) if shares.size else np.zeros(0, np.float32)
     return result
+
+
+def _place(found: Array, rows: Array) -> str:
+    return f"row {found[0]}" if len(rows) > 1 else "an element"
 
 
 def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf16: bool) -> str | None:
@@ -99,7 +111,7 @@ def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf
             extra = np.flatnonzero((have[name] > 0) & (rows == 0))
             missing = np.flatnonzero((rows >= 0.5) & (have[name] < 0.25 * rows))
             if extra.size:
-                return f"row {extra[0]} of {name} changes with {label}, on which it may not depend"
+                return f"{_place(extra, rows)} of {name} changes with {label}, on which it may not depend"
             if missing.size:
-                return f"row {missing[0]} of {name} does not change with {label}, on which it has to depend"
+                return f"{_place(missing, rows)} of {name} does not change with {label}, on which it has to depend"
     return None
