@@ -27,14 +27,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, write_result
-from tests.runtime.crash.cutting import stop_after
+from tests.runtime.crash.cutting import Moment, stop_after
 from tests.runtime.crash.disk import FileOperations, kill_at, operations
 from tests.runtime.crash.scene import Scene, StageKiller, differences, in_child, other_digests, was_killed
 from vime.cli.main import invoke
@@ -91,24 +93,53 @@ class Section:
         }
 
 
-@dataclass
+Case = tuple[str, int, list[str], str]
+"""What it was, how often it was killed or stopped, what differed in the end, and where it was killed or stopped."""
+Job = Callable[[Path], Case]
+"""One case, in an empty folder."""
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """A folder to work in, and the undisturbed run."""
+    """A folder to work in, the undisturbed run, and how many cases run side by side."""
 
     folder: Path
     whole: RunOutcome
     draw: random.Random
+    workers: int
 
-    def place(self, name: str) -> Path:
-        """An empty folder for one case."""
-        path = self.folder / name
-        shutil.rmtree(path, ignore_errors=True)
-        return path
+    def run(self, section: Section, jobs: Sequence[Job]) -> None:
+        """Run all jobs in forked workers, and count what they come to."""
+        children = [self._fork(section, number, jobs[number :: self.workers]) for number in range(self.workers)]
+        for child, results in children:
+            _, status = os.waitpid(child, 0)
+            for line in results.read_text().splitlines():
+                section.add(*json.loads(line))
+            if status:
+                section.add(f"a worker, {results.name}", 0, [f"it ended with status {status}"], "worker")
+        if section.cases < len(jobs):
+            section.add("all", 0, [f"{section.cases} of {len(jobs)} cases came to an end"], "worker")
 
-    def done(self, path: Path) -> None:
-        """Forget a case."""
-        for left in self.folder.glob(f"{path.name}*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    def _fork(self, section: Section, number: int, jobs: Sequence[Job]) -> tuple[int, Path]:
+        folder = self.folder / f"{section.name}-{number}"
+        folder.mkdir()
+        results = folder / "results"
+        results.touch()
+        child = os.fork()
+        if child:
+            return child, results
+        code = 1
+        try:
+            for count, job in enumerate(jobs):
+                case = job(folder / f"case-{count}")
+                with results.open("a") as file:
+                    file.write(json.dumps(case) + "\n")
+                shutil.rmtree(folder / f"case-{count}", ignore_errors=True)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
 
 
 # --------------------------------------------------------------------------------------- processes of their own
@@ -157,36 +188,40 @@ def _children_of(pid: int) -> list[int]:
 
 def random_kills(experiment: Experiment, section: Section, count: int) -> None:
     """See the module's text."""
-    path = experiment.place("timing") / "run"
+    path = experiment.folder / "timing" / "run"
     process = _command("run", str(SCENE.file(path)))
     assert _started(process, path, 0)
     begun = time.perf_counter()
     process.communicate()
     length = time.perf_counter() - begun
-    for trial in range(count):
-        scene = SPLIT if trial % 4 == 3 else SCENE
-        path = experiment.place(f"random-{trial}") / "run"
-        shared = set(os.listdir("/dev/shm"))
+
+    def job(trial: int, folder: Path) -> Case:
+        draw, scene = random.Random(1000 * count + trial), SPLIT if trial % 4 == 3 else SCENE
+        path, shared = folder / "run", set(os.listdir("/dev/shm"))
         process = _command("run", str(scene.file(path)))
         children: list[int] = []
         if _started(process, path, 0):
             children = _children_of(process.pid)
-            time.sleep(experiment.draw.uniform(0, length))
+            time.sleep(draw.uniform(0, length))
         kills = int(process.poll() is None)
         process.kill()
         process.communicate()
         last = RunView.open(path).records
         place = last[-1].event.type if last else "before the first event"
-        while kills and kills < 3 and experiment.draw.random() < 0.5:
-            kills += _kill_at_random(_command("resume", str(path)), path, length / 2, experiment.draw)
+        while kills and kills < 3 and draw.random() < 0.5:
+            kills += _kill_at_random(_command("resume", str(path)), path, length / 2, draw)
         process = _command("resume", str(path))
         _, said = process.communicate()
         found = [] if process.returncode == 0 else [f"exit code {process.returncode}: {said.decode()}"]
         found += differences(experiment.whole, scene.finish(path))
         found += [f"process {pid} outlived its parent" for pid in children if Path(f"/proc/{pid}").exists()]
-        found += [f"shared memory {name} is left" for name in set(os.listdir("/dev/shm")) - shared]
-        section.add(f"trial {trial} ({scene.placement}, killed after {place})", kills, found, f"after {place}")
-        experiment.done(path.parent)
+        left = set(os.listdir("/dev/shm")) - shared
+        if left:  # of other trials, perhaps, which hold theirs for moments
+            time.sleep(5)
+        found += [f"shared memory {name} is left" for name in left & set(os.listdir("/dev/shm"))]
+        return f"trial {trial} ({scene.placement}, killed after {place})", kills, found, f"after {place}"
+
+    experiment.run(section, [partial(job, trial) for trial in range(count)])
 
 
 # ------------------------------------------------------------------------------------------ children of this one
@@ -195,56 +230,63 @@ def random_kills(experiment: Experiment, section: Section, count: int) -> None:
 def stage_kills(experiment: Experiment, section: Section) -> None:
     """See the module's text."""
     counting = StageKiller()
-    SCENE.start(experiment.place("told") / "run", counting)
+    SCENE.start(experiment.folder / "told" / "run", counting)
+
+    def job(what: str, time: int, folder: Path) -> Case:
+        killer = StageKiller(what, time)
+        status = in_child(lambda: SCENE.start(folder / "run", killer), folder / "said")
+        assert was_killed(status), (folder / "said").read_text()
+        return f"{what}, time {time}", 1, differences(experiment.whole, SCENE.finish(folder / "run")), what
+
     seen: Counter[str] = Counter()
+    jobs = []
     for what in counting.told:
         seen[what] += 1
-        path = experiment.place("stage") / "run"
-        killer = StageKiller(what, seen[what])
-        status = in_child(lambda path=path, killer=killer: SCENE.start(path, killer), experiment.folder / "said")  # type: ignore[misc]
-        assert was_killed(status), (experiment.folder / "said").read_text()
-        found = differences(experiment.whole, SCENE.finish(path))
-        section.add(f"{what}, time {seen[what]}", 1, found, what)
-        experiment.done(path.parent)
+        jobs.append(partial(job, what, seen[what]))
+    experiment.run(section, jobs)
 
 
 def operation_kills(experiment: Experiment, section: Section, stride: int) -> None:
     """See the module's text."""
-    listed = operations(SCENE, experiment.place("operations"))
-    for number in range(1, len(listed) + 1):
-        in_log = "timeline.jsonl" in listed[number - 1]
-        if (number + experiment.draw.randrange(stride)) % stride and not in_log:
-            continue
-        for power_loss in (True, False) if in_log else (bool(experiment.draw.getrandbits(1)),):
-            work = experiment.place("operation")
-            died = kill_at(SCENE, work, number, power_loss=power_loss)
-            found = differences(experiment.whole, SCENE.finish(work / "run"))
-            what = died.split()[2] if died else "nothing"
-            case = f"operation {number}, {died or 'it ended before'}{', power lost' if power_loss else ''}"
-            section.add(case, int(bool(died)), found, f"{what}{', power lost' if power_loss else ''}")
-            experiment.done(work)
+    listed = operations(SCENE, experiment.folder / "operations")
+
+    def job(number: int, power_loss: bool, folder: Path) -> Case:
+        died = kill_at(SCENE, folder, number, power_loss=power_loss)
+        found = differences(experiment.whole, SCENE.finish(folder / "run"))
+        lost = ", power lost" if power_loss else ""
+        what = died.split()[2] if died else "nothing"
+        return f"operation {number}, {died or 'it ended before'}{lost}", int(bool(died)), found, f"{what}{lost}"
+
+    jobs = []
+    for number, what in enumerate(listed, start=1):
+        if "timeline.jsonl" in what:
+            jobs += [partial(job, number, True), partial(job, number, False)]
+        elif (number + experiment.draw.randrange(stride)) % stride == 0:
+            jobs.append(partial(job, number, bool(experiment.draw.getrandbits(1))))
+    experiment.run(section, jobs)
 
 
 def full_disks(experiment: Experiment, section: Section, stride: int) -> None:
-    """See the module's text."""
-    count = len(operations(SCENE, experiment.place("listing")))
-    for number in range(1 + experiment.draw.randrange(stride), count + 1, stride):
-        work = experiment.place("full")
-        work.mkdir()
+    """See the module's text. Where the last files are views, a run may be over before it needs the disk."""
+    listed = operations(SCENE, experiment.folder / "listing")
+    last = max(number for number, what in enumerate(listed, start=1) if "timeline.jsonl" in what)
 
-        def fill(work: Path = work, number: int = number) -> int:
-            FileOperations(work, number, full=True).install()
-            return invoke(["run", str(SCENE.file(work / "run"))])
+    def job(number: int, folder: Path) -> Case:
+        folder.mkdir()
 
-        said = experiment.folder / "said"
-        status = in_child(fill, said)
-        code, text = os.waitstatus_to_exitcode(status), said.read_text()
-        found = [] if code == 3 or (code == 0 and number > count - 40) else [f"exit code {code}: {text}"]
-        if "Traceback" in text:
-            found.append(text)
-        found += differences(experiment.whole, SCENE.finish(work / "run"))
-        section.add(f"full from operation {number}", 1, found, f"exit code {code}")
-        experiment.done(work)
+        def fill() -> int:
+            FileOperations(folder, number, full=True).install()
+            return invoke(["run", str(SCENE.file(folder / "run"))])
+
+        status = in_child(fill, folder.parent / "said")
+        code, text = os.waitstatus_to_exitcode(status), (folder.parent / "said").read_text()
+        found = [] if code == 3 or (code == 0 and number > last) else [f"exit code {code}: {text}"]
+        found += [text] if "Traceback" in text else []
+        found += differences(experiment.whole, SCENE.finish(folder / "run"))
+        return f"full from operation {number}", 1, found, f"exit code {code}"
+
+    first = 1 + experiment.draw.randrange(stride)
+    experiment.run(section, [partial(job, number) for number in range(first, len(listed) + 1, stride)])
 
 
 def log_cuts(experiment: Experiment, section: Section, stride: int) -> None:
@@ -252,42 +294,44 @@ def log_cuts(experiment: Experiment, section: Section, stride: int) -> None:
     fsync = os.fsync
     os.fsync = lambda fd: None
     try:
-        whole = SHORT.start(experiment.place("short") / "run")
+        whole = SHORT.start(experiment.folder / "short" / "run")
+
+        def job(moment: Moment, length: int, by_event: bool, kinds: str, folder: Path) -> Case:
+            moment.cut(folder / "run", length)
+            outcome = SHORT.finish(folder / "run")
+            found = differences(whole, outcome) if by_event else other_digests(whole, outcome)
+            return f"cut at byte {length} of {kinds}", 1, found, kinds
+
+        jobs = []
         for event, count in MOMENTS:
-            moment = stop_after(SHORT, experiment.place(f"moment-{event}") / "run", event, count)
+            moment = stop_after(SHORT, experiment.folder / f"moment-{event}" / "run", event, count)
             records = moment.records
             kinds = ", ".join(record.event.type for record in records[-3:])
-            ends = {record.end for record in records}
+            near = {record.end + offset for record in records[-4:] for offset in (-1, 0, 1)}
             for length in range(records[-4].end, records[-1].end + 1):
-                whole_record = length in ends or length - 1 in ends or length + 1 in ends
-                if length % stride and not whole_record:
-                    continue
-                path = experiment.place("cut") / "run"
-                moment.cut(path, length)
-                outcome = SHORT.finish(path)
-                found = differences(whole, outcome) if whole_record else other_digests(whole, outcome)
-                section.add(f"cut at byte {length} of {kinds}", 1, found, kinds)
-                experiment.done(path.parent)
+                if length % stride == 0 or length in near:
+                    jobs.append(partial(job, moment, length, length in near, kinds))
+        experiment.run(section, jobs)
     finally:
         os.fsync = fsync
 
 
-def _sections(experiment: Experiment, options: argparse.Namespace) -> Iterator[Section]:
-    for name in options.sections:
-        section, begun = Section(name), time.perf_counter()
-        if name == "random":
-            random_kills(experiment, section, options.kills)
-        elif name == "stages":
-            stage_kills(experiment, section)
-        elif name == "operations":
-            operation_kills(experiment, section, options.operation_stride)
-        elif name == "full_disk":
-            full_disks(experiment, section, options.full_stride)
-        else:
-            log_cuts(experiment, section, options.cut_stride)
-        section.seconds = time.perf_counter() - begun
-        print(section.line(), flush=True)
-        yield section
+def run_section(experiment: Experiment, options: argparse.Namespace, name: str) -> Section:
+    """One section by its name."""
+    section, begun = Section(name), time.perf_counter()
+    if name == "random":
+        random_kills(experiment, section, options.kills)
+    elif name == "stages":
+        stage_kills(experiment, section)
+    elif name == "operations":
+        operation_kills(experiment, section, options.operation_stride)
+    elif name == "full_disk":
+        full_disks(experiment, section, options.full_stride)
+    else:
+        log_cuts(experiment, section, options.cut_stride)
+    section.seconds = time.perf_counter() - begun
+    print(section.line(), flush=True)
+    return section
 
 
 def main() -> int:
@@ -300,36 +344,36 @@ def main() -> int:
     parser.add_argument("--full-stride", type=int, default=10)
     parser.add_argument("--cut-stride", type=int, default=1, help="1: every byte")
     parser.add_argument("--output", type=Path, default=RESULTS / "crash.json")
+    parser.add_argument("--workers", type=int, default=2, help="cases side by side")
     options = parser.parse_args()
-    here = Path.cwd()
+    output = options.output.absolute()
+    here, sections = Path.cwd(), []
     with tempfile.TemporaryDirectory(prefix="vime-crash-") as name:
         folder = Path(name)
         os.chdir(folder)
         try:
             whole = SCENE.start(folder / "whole" / "run")
-            sections = list(_sections(Experiment(folder, whole, random.Random(options.seed)), options))
+            experiment = Experiment(folder, whole, random.Random(options.seed), options.workers)
+            for section in options.sections:
+                sections.append(run_section(experiment, options, section))
+                write_result(output, _merged(output, options, whole, sections[-1]))
         finally:
             os.chdir(here)
     failed = sum(len(section.problems) for section in sections)
     print(f"{sum(section.cases for section in sections)} cases, {failed} without the digest of the undisturbed run")
-    write_result(options.output, _merged(options, whole, sections))
     return 1 if failed else 0
 
 
-def _merged(options: argparse.Namespace, whole: RunOutcome, sections: list[Section]) -> dict[str, Any]:
-    """The result file's content: these sections, and the others as they were."""
-    before = json.loads(options.output.read_text()) if options.output.is_file() else {"sections": {}}
-    named = {
-        section.name: {
-            **section.as_json(),
-            "settings": {key: value for key, value in vars(options).items() if key not in ("output", "sections")},
-            "run_digest": whole.extra["run_digest"],
-            "weights_digest": whole.manifest_digest,
-            "machine": machine(1),
-        }
-        for section in sections
+def _merged(output: Path, options: argparse.Namespace, whole: RunOutcome, section: Section) -> dict[str, Any]:
+    """The result file's content: this section, and the others as they were."""
+    found = json.loads(output.read_text())["sections"] if output.is_file() else {}
+    found[section.name] = {
+        **section.as_json(),
+        "settings": {key: value for key, value in vars(options).items() if key not in ("output", "sections")},
+        "run_digest": whole.extra["run_digest"],
+        "weights_digest": whole.manifest_digest,
+        "machine": machine(1),
     }
-    found = {**before["sections"], **named}
     return {
         "pipeline": SCENE.pipeline(Path("RUN")),
         "sections": {name: found[name] for name in SECTIONS if name in found},
