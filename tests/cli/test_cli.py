@@ -91,20 +91,31 @@ def test_nothing_starts_before_the_pipeline_is_clean(pipeline: Path, tmp_path: P
     assert "nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize(("error", "code"), [(Interrupted("disk full"), 3), (InvariantViolation("bits differ"), 1)])
 def test_errors_of_a_run_become_codes(
-    pipeline: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception, code: int
+    pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    error: Exception,
+    code: int,
+    begun: bool,
 ) -> None:
     import vime.runtime.run_loop
 
     def fail(*arguments: object, **named: object) -> None:
+        if begun:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "timeline.jsonl").touch()
         raise error
 
     monkeypatch.setattr(vime.runtime.run_loop, "run", fail)
     assert call("run", pipeline) == code
     message = capsys.readouterr().err
     assert str(error) in message
-    assert ("vime resume" in message) == (code == 3)
+    assert ("vime resume" in message) == (code == 3 and begun)
+    assert ("start the run again" in message) == (code == 3 and not begun)
 
 
 def test_a_run_in_the_way_is_moved_aside_only_when_asked(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
