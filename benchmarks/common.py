@@ -90,8 +90,10 @@ def alternate(
     warmups: int = 1,
     clock: Clock = time.perf_counter,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of both, called in turn after a short rest, so that whatever else the machine does meets both alike and no
-    library's spinning threads take a core from the other side."""
+    """Seconds of both, called in turn after a short rest.
+
+    Whatever else the machine does meets both alike, and no library's spinning threads take a core from the other side.
+    """
     for _ in range(warmups):
         ours()
         peer()

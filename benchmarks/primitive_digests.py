@@ -4,7 +4,8 @@
     python -m benchmarks.primitive_digests cuda --out cuda.json       (Triton kernels; needs torch, triton, numpy)
     python -m benchmarks.primitive_digests compare cpu.json cuda.json
 
-A chunk is 2^24 consecutive bit patterns. Its digest is the tensor digest (docs/numerics.md) of the outputs with every NaN as one
+A chunk is 2^24 consecutive bit patterns. Its digest is the tensor digest (docs/numerics.md) of the outputs with
+every NaN as one
 pattern, index = input pattern, so that equal digests of 256 chunks stand for 2^32 equal outputs.
 """
 
@@ -130,7 +131,8 @@ def measure(target: str, out: Path, every: int) -> None:
     }
     out.write_text(json.dumps(result) + "\n")
     print(
-        f"{target}: {len(PRIMITIVES)} primitives, {len(digests[PRIMITIVES[0]]) * CHUNK:,} inputs each, {result['seconds']} s"
+        f"{target}: {len(PRIMITIVES)} primitives, {len(digests[PRIMITIVES[0]]) * CHUNK:,} "
+        f"inputs each, {result['seconds']} s"
     )
 
 

@@ -1,4 +1,6 @@
-"""Which implementation runs a region in a case: picked by certificate, by a function from data, passed down, never a global."""
+"""Which implementation runs a region in a case: picked by certificate, by a function from data,
+passed down, never a global.
+"""
 
 from __future__ import annotations
 

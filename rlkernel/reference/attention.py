@@ -36,12 +36,12 @@ def bits_constant(points: SixPoints, name: str) -> float:
 
 def scores(points: SixPoints, q: Tensor, k: Tensor) -> Tensor:
     """Scaled scores [n, L] of query rows [n, D] and keys [L, D]."""
-    return mul(chain(points, q[:, None, :], k[None, :, :]), torch.full((), bits_constant(points, "scale2"), device=q.device))
+    return mul(
+        chain(points, q[:, None, :], k[None, :, :]), torch.full((), bits_constant(points, "scale2"), device=q.device)
+    )
 
 
-def visible_chain(
-    points: SixPoints, a: Tensor, b: Tensor, *, valid: Tensor, start: Tensor | None = None
-) -> Tensor:
+def visible_chain(points: SixPoints, a: Tensor, b: Tensor, *, valid: Tensor, start: Tensor | None = None) -> Tensor:
     """Chain over k of a [R, K] and b [C, K] in which row r takes only the k of ``valid`` [R, K] -> [R, C].
 
     A matrix unit takes the others as zeros, which leaves its accumulator as it is; an fma chain leaves them out, which
@@ -139,7 +139,9 @@ def _merge(points: SixPoints, parts: list[_Split]) -> tuple[Tensor, Tensor]:
 def attend_backward(
     points: SixPoints, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One KV group of one whole sequence: dout, q, out [n, G, D], k, v [n, D], lse2 [n, G] -> (dq [n, G, D], dk, dv)."""
+    """One KV group of one whole sequence: dout, q, out [n, G, D], k, v [n, D], lse2 [n, G] -> (dq [n, G, D],
+    dk, dv).
+    """
     if KEYS not in points.dependency.domain or QUERIES not in points.dependency.domain:
         raise ContractError(f"the attention gradient over {points.dependency.domain!r} is not defined")
     n, group = q.shape[0], q.shape[1]

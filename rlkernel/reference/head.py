@@ -177,5 +177,3 @@ def _shard_padded(points: SixPoints, dz: Tensor, weight: Tensor) -> tuple[Tensor
         torch.nn.functional.pad(dz, (0, padding)),
         torch.nn.functional.pad(weight, (0, 0, 0, padding)).T.contiguous(),
     )
-
-

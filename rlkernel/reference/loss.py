@@ -1,4 +1,6 @@
-"""The policy loss executed from its contract entry: one token at a time, and its derivative. See docs/numerics.md, Loss."""
+"""The policy loss executed from its contract entry: one token at a time, and its derivative.
+See docs/numerics.md, Loss.
+"""
 
 from __future__ import annotations
 

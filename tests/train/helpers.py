@@ -37,7 +37,14 @@ def runner(weights, dtype="float32", threads=1, training=True) -> ModelRunner:
     definition, workers = define_model(MODEL), Workers(threads)
     packed = WeightSet(definition, weights, dtype=dtype, tp=1, workers=workers, training=training)
     return ModelRunner(
-        definition, packed, without_certificates("exact"), Evidence("trainer"), dtype=dtype, tp=1, workers=workers, max_position=64
+        definition,
+        packed,
+        without_certificates("exact"),
+        Evidence("trainer"),
+        dtype=dtype,
+        tp=1,
+        workers=workers,
+        max_position=64,
     )
 
 

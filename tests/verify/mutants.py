@@ -35,7 +35,14 @@ class Mutant:
 
 
 def _m(
-    name: str, point: str, region: str, case: str, *edits: str, dtype: str = "float32", tp: int = 1, preset: str = "tiny-qwen3"
+    name: str,
+    point: str,
+    region: str,
+    case: str,
+    *edits: str,
+    dtype: str = "float32",
+    tp: int = 1,
+    preset: str = "tiny-qwen3",
 ) -> Mutant:
     """Edits as a flat list: file, old, new, file, old, new, ..."""
     triples = tuple((edits[i], edits[i + 1], edits[i + 2]) for i in range(0, len(edits), 3))
@@ -49,11 +56,12 @@ _BODY = "b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)))"
 _FOLLOWING = "following = builder.call(fma, [broadcast, b_vectors[v], sums[r, v]])"
 _ELEMENT = "element = builder.load(at(a_rows[r], a_offset))"
 _LAST = "builder.sub(builder.sub(depth, constant(1)), k)"
-_HEAD_FORWARD = (
-    "            z = gemm.matmul(x[first:last], host.weights.rows(region), host.workers)\n            parts.append(logprob"
-)
+_HEAD_FORWARD = "            z = gemm.matmul(x[first:last], host.weights.rows(region), host.workers)\n            parts.append(logprob"
 _ACC = "int64(KEY_BLOCK), v_address, padded, element_address(acc, skipped * group * padded), padded,\n                )  # fmt: skip"
-_LOWER = "chain_lower(\n                    active, group, valid_first, int64(KEY_BLOCK), padded, element_address(block_scores, int64(0)),\n                    " + _ACC
+_LOWER = (
+    "chain_lower(\n                    active, group, valid_first, int64(KEY_BLOCK), padded, element_address(block_scores, int64(0)),\n                    "
+    + _ACC
+)
 _LINEAR_TREE = "    source, target = values, other\n    while width > 1:"
 
 GEMM = (

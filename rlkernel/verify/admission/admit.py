@@ -1,4 +1,6 @@
-"""Admission of one implementation for a region: comparison over shape classes and hazards, and a certificate or a refusal."""
+"""Admission of one implementation for a region: comparison over shape classes and hazards,
+and a certificate or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def admit(
     """Compare an implementation with the interpreter of the contract's entries, as integers.
 
     Args:
-        candidate: has ``implementation`` (its id), and ``forward`` and ``backward`` of a region operation, or ``run`` of
+        candidate: has ``implementation`` (its id), and ``forward`` and ``backward`` of a region operation, or
+        ``run`` of
             a computation of the optimizer step (``gradient_norm``, ``adamw``, ``loss``).
         region, case: what it wants to be picked for; several cases of one region share the interpreter's work.
         target: where it runs; ``cpu`` here.
@@ -90,7 +93,8 @@ def admit(
         The certificate.
 
     Raises:
-        AdmissionRefused: a bit differs, or the implementation fails; the message names the problem, the first difference
+        AdmissionRefused: a bit differs, or the implementation fails; the message names the problem, the first
+        difference
             with both bit patterns, and which of the six points explains it.
         ContractError: the contract has no such region or case, or the target cannot be admitted here.
     """
@@ -195,7 +199,15 @@ class _Admission:
     def _candidate_results(self, problem: Any, case: str) -> Results:
         try:
             return self._run(self._candidate, problem, case)
-        except (RlkernelError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (
+            RlkernelError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+        ) as error:
             raise self._refusal(
                 f"{case}: it fails on a problem that the contract defines "
                 f"({problem.shape_class}, {problem.name}): {type(error).__name__}: {error}",

@@ -27,7 +27,9 @@ class AdmissionRefused(NumericsError):
 
 @dataclass(frozen=True)
 class Link:
-    """One link of the chain from the interpreter to the implementation: how many outputs were compared, none differing."""
+    """One link of the chain from the interpreter to the implementation: how many outputs were compared,
+    none differing.
+    """
 
     left: str
     right: str
@@ -114,7 +116,9 @@ def _links(value: Any) -> tuple[Link, ...]:
 
 
 def certificate_from_json(data: Any) -> Certificate:
-    """Strict inverse of :meth:`Certificate.as_json`. Raises ContractError for anything unknown, missing or misshapen."""
+    """Strict inverse of :meth:`Certificate.as_json`. Raises ContractError for anything unknown,
+    missing or misshapen.
+    """
     if not isinstance(data, dict):
         raise ContractError(f"a certificate is an object, not {data!r}")
     names = {item.name for item in fields(Certificate)} | {"schema"}
@@ -144,9 +148,7 @@ def entry_names(contract: Contract, region: str, case: str) -> tuple[str, ...]:
     """
     family = (region, "lm_head") if region == "logprob" else (region,)
     suffixes = ("", ".wgrad", ".bias") if case == BACKWARD else ("",)
-    names = tuple(
-        name + suffix for name in family for suffix in suffixes if (case, name + suffix) in contract.entries
-    )
+    names = tuple(name + suffix for name in family for suffix in suffixes if (case, name + suffix) in contract.entries)
     if not names:
         raise ContractError(f"the contract has no entry for region {region!r} in case {case!r}")
     return names

@@ -82,6 +82,7 @@ class Executor:
 
     def host(self, problem: Problem, case: str, gradients: Gradients | None = None) -> Host:
         """The services of one execution."""
+        state: Any = None if problem.pages is None else problem.pages.copy()
         return Host(
             config=problem.config,
             bf16=self.contract.dtype == "bfloat16",
@@ -91,7 +92,7 @@ class Executor:
             weights=self.weights(problem),
             rope=tables(problem.config),
             workers=self.workers,
-            state=None if problem.pages is None else problem.pages.copy(),
+            state=state,
             gradients=gradients,
         )
 

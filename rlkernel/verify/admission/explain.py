@@ -1,4 +1,6 @@
-"""Which of the six points explains a difference: a dependency probe, then one variation of the interpreter at a time."""
+"""Which of the six points explains a difference: a dependency probe,
+then one variation of the interpreter at a time.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def _try(run: RunOperation, operation: Any, cases: Sequence[Evidence]) -> tuple[
 
 
 def choose(cases: Sequence[Evidence], most: int = 4) -> list[Evidence]:
-    """Problems that an explanation has to reproduce: a few with differences, the most telling of the small first, and one without."""
+    """Problems that an explanation has to reproduce: a few with differences,
+    the most telling of the small first, and one without.
+    """
     failing = [c for c in cases if c.differing]
     telling = sorted(failing, key=lambda c: (c.size > _SMALL, -c.differing if c.size <= _SMALL else c.size))
     passing = sorted((c for c in cases if not c.differing and c.size >= 100), key=lambda c: c.size)
@@ -138,7 +142,7 @@ def _exact(exact: list[_Trial]) -> Explanation:
 
 def _nearest(trials: list[_Trial], chosen: list[Evidence]) -> Explanation:
     whole = chosen[0].differing
-    close = [t for t in trials if t.tried == 1 and t.left < whole or t.tried > 1]
+    close = [t for t in trials if (t.tried == 1 and t.left < whole) or t.tried > 1]
     if close:
         best = min(close, key=lambda t: (-t.tried, t.left))
         share = "every" if best.tried > 1 else f"{whole - best.left} of {whole}"

@@ -33,7 +33,9 @@ LONGEST = 1024  # keys of a row of attention, where the batch has a row with no 
 
 @dataclass(frozen=True)
 class Slices:
-    """Rows that were executed again, the expected results, and how to cut the same out of an implementation's result."""
+    """Rows that were executed again, the expected results,
+    and how to cut the same out of an implementation's result.
+    """
 
     rows: list[int]
     expected: Results
@@ -112,10 +114,16 @@ def embedding_backward_slice(region: Region, ids: NDArray[np.int64], grad: Array
     total = buffer[token].copy()
     for row in grad[ids == token]:
         total = total + row
-    return Slices([0], {"gradient of the first id": total[None]}, lambda _: {"gradient of the first id": buffer[token][None].copy()})
+    return Slices(
+        [0],
+        {"gradient of the first id": total[None]},
+        lambda _: {"gradient of the first id": buffer[token][None].copy()},
+    )
 
 
-def _keys(region: Region, inputs: Sequence[Array], sequence: int, length: int, head: int, host: Host) -> tuple[Array, Array]:
+def _keys(
+    region: Region, inputs: Sequence[Array], sequence: int, length: int, head: int, host: Host
+) -> tuple[Array, Array]:
     """Keys and values [length, D] of a KV head, from the pages or the batch."""
     _, k, v = inputs
     if host.state is None:
@@ -175,9 +183,9 @@ def attention_backward_slice(
         lse2 = torch.stack(
             [attend(forward, _tensor(q[rows, h]), sequence_k, sequence_v, places)[1] for h in range(group)], dim=1
         )
-        given = [_tensor(x[rows, heads]) for x in (grad, q)]
+        dout, queries = _tensor(grad[rows, heads]), _tensor(q[rows, heads])
         return attend_backward(
-            points, *given, _tensor(k[rows, 0]), _tensor(v[rows, 0]), _tensor(out[rows, heads]), lse2
+            points, dout, queries, _tensor(k[rows, 0]), _tensor(v[rows, 0]), _tensor(out[rows, heads]), lse2
         )  # fmt: skip
 
     dq = window(0)[0].numpy()

@@ -111,7 +111,7 @@ def _norm(plan: Plan) -> list[Problem]:
         if plan.backward:
             problem = _gradients(plan, problem, [x.shape[1:] for x in inputs])
         problems.append(problem)
-    return problems + [_specials(plan, problems[0]), *_edges(problems[0])]
+    return [*problems, _specials(plan, problems[0]), *_edges(problems[0])]
 
 
 def _specials(plan: Plan, like: Problem) -> Problem:
@@ -303,7 +303,8 @@ def _head_problem(
     problem = Problem(
         shape_class, f"{rows} rows x {hidden} -> {vocabulary}", labels, region, config,
         flat_batch(rows), (x,), weights_of(config, plan.contract.dtype, {region.weights[0]: weight}),
-        head=HeadInputs(targets, temperature, coefficient), alone=(0, rows - 1) if rows > 1 else (), views=bool(hazards),
+        head=HeadInputs(targets, temperature, coefficient), alone=(0, rows - 1) if rows > 1 else (),
+        views=bool(hazards),
     )  # fmt: skip
     if plan.backward:
         start = plan.rng("start", vocabulary, hidden).standard_normal((vocabulary, hidden)).astype(np.float32)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.verify.admission.bits import Results, pattern
@@ -72,7 +73,10 @@ def perturbed(problem: Problem, bf16: bool) -> Iterator[tuple[str, Problem]]:
         pages = problem.pages
         k = np.where(np.isnan(pages.k_pages), np.float32(3.0), pages.k_pages)
         v = np.where(np.isnan(pages.v_pages), np.float32(-3.0), pages.v_pages)
-        yield "slots of pages that hold no key of the sequence", replace(problem, pages=replace(pages, k_pages=k, v_pages=v))
+        yield (
+            "slots of pages that hold no key of the sequence",
+            replace(problem, pages=replace(pages, k_pages=k, v_pages=v)),
+        )
 
 
 def _rows(one: Results, other: Results) -> dict[str, Array]:
@@ -86,7 +90,7 @@ def _rows(one: Results, other: Results) -> dict[str, Array]:
     return result
 
 
-def _place(found: Array, rows: Array) -> str:
+def _place(found: NDArray[Any], rows: Array) -> str:
     return f"row {found[0]}" if len(rows) > 1 else "an element"
 
 

@@ -1,6 +1,7 @@
 """A plain kernel: the fp32 FMA chain as three loops. The middle link between the slow interpreter and a fast kernel.
 
-Compiled by Numba without tiles, panels, blocks or vectors across the chain: what a reader can check at a glance. Admission
+Compiled by Numba without tiles, panels, blocks or vectors across the chain: what a reader can check at a glance.
+Admission
 compares it with the interpreter like any candidate; what it confirms then counts as far as that comparison went.
 """
 
@@ -89,7 +90,7 @@ class PlainLinear:
         for i, name in enumerate(name for name in region.weights if name.endswith(".weight")):
             y = chains(x, as_float32(host.weights.tensors[name]), leaves, host.workers)  # type: ignore[attr-defined]
             if biases:
-                y = y + as_float32(host.weights.tensors[biases[i]])  # type: ignore[attr-defined]
+                y = np.add(y, as_float32(host.weights.tensors[biases[i]]))  # type: ignore[attr-defined]
             y = widen(narrow(y)) if host.bf16 else y
             depth = host.config.head_dim
             outputs.append(y.reshape(len(y), y.shape[1] // depth, depth) if region.kind == "qkv_proj" else y)

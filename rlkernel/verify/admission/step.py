@@ -95,7 +95,10 @@ class ReferenceStep:
         names = [item.name for item in fields(reference_loss.LossInputs)]
         inputs = reference_loss.LossInputs(**{name: torch.from_numpy(arguments[name]) for name in names})
         losses = self._losses.token_losses(self._points, arguments["constants"], inputs)
-        return {name: value.numpy().view(np.uint8) if value.dtype == torch.bool else value.numpy() for name, value in losses.items()}
+        return {
+            name: value.numpy().view(np.uint8) if value.dtype == torch.bool else value.numpy()
+            for name, value in losses.items()
+        }
 
 
 def _norm_problems(seed: int) -> list[StepProblem]:
@@ -157,12 +160,13 @@ def _loss_problems(seed: int) -> list[StepProblem]:
             new = -np.abs(make("large", rng, (tokens,), False)) / np.float32(16)
             old = new + make("normal", rng, (tokens,), False) * np.float32(0.3)
             old[: tokens // 4] = new[: tokens // 4]
-            arguments = {
+            arguments: dict[str, Any] = {
                 "new": new, "old": old, "reference": new + make("normal", rng, (tokens,), False),
                 "advantage": make("normal", rng, (tokens,), False), "trained": rng.random(tokens) < 0.8,
                 "weight": np.full(tokens, 1.0 / 317, np.float32),
                 "constants": reference_loss.LossConstants(
-                    policy, kl, float(np.float32(0.8)), float(np.float32(1.28)), 0.0 if kl == "none" else float(np.float32(0.04))
+                    policy, kl, float(np.float32(0.8)), float(np.float32(1.28)),
+                    0.0 if kl == "none" else float(np.float32(0.04)),
                 ),
             }  # fmt: skip
             arguments["advantage"][::17] = 0.0

@@ -1,6 +1,7 @@
 """Where certificates are kept, and how missing ones are made at the first use.
 
-Two places are read: those that are shipped with the package (``rlkernel/verify/certificates``, made with the full budget)
+Two places are read: those that are shipped with the package (``rlkernel/verify/certificates``, made with the full
+budget)
 and the user's cache, beside the compiled kernels. A certificate counts only while the implementation's sources, the
 toolchain, the target, the entries and the specification are those that it names. What is missing is compared at once
 with the quick budget (seconds), and kept; a difference is a refusal, never a warning.

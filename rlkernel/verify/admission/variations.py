@@ -197,7 +197,9 @@ def _named(**functions: Callable[[Tensor], Tensor]) -> Edit:
     """Primitives that are looked up by name, replaced."""
     by_name = {name.replace("_", "."): function for name, function in functions.items()}
     return Function(
-        "primitive", lambda original: lambda name: by_name.get(name, original(name)), ("attention", "regions", "head", "loss")
+        "primitive",
+        lambda original: lambda name: by_name.get(name, original(name)),
+        ("attention", "regions", "head", "loss"),
     )
 
 

@@ -17,7 +17,7 @@ from rlkernel.verify.admission.variations import (
 )
 
 _MASK = "torch.arange(keys, device=positions.device)[None, :] <= positions[:, None]"
-_SCORES = "return mul(matmul(points, q, k), torch.full((), bits_constant(points, \"scale2\"), device=q.device))"
+_SCORES = 'return mul(matmul(points, q, k), torch.full((), bits_constant(points, "scale2"), device=q.device))'
 _ACC = "acc = visible_chain(points, p, v.T.contiguous(), start=mul(part.acc, alpha[:, None]), valid=mask)"
 _TOTAL = "total = torch.where(mask[:, j], add(total, p[:, j]), total)"
 _KEYS = "        for j in range(p.shape[1]):\n            total"

@@ -128,7 +128,10 @@ _CHAINS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     *(("split", f"chains that start anew every {n} elements", cut(n)) for n in (8, 16, 32, 64, 128, 256, 512)),
     ("precision", "an accumulator in float64", in_float64),
     ("precision", "an accumulator in bfloat16", in_bf16),
-    *(("precision", f"an accumulator that rests in bfloat16 every {n} elements", rounded_state(n)) for n in (16, 64, 512)),
+    *(
+        ("precision", f"an accumulator that rests in bfloat16 every {n} elements", rounded_state(n))
+        for n in (16, 64, 512)
+    ),
     ("precision", "operands rounded to bfloat16 before the products", narrow_inputs),
     ("primitives", "products and sums that are rounded apart (no fused multiply-add)", unfused),
 )
