@@ -66,6 +66,10 @@ class OtherNorm(RmsNorm):
 
     implementation = "test.rms_norm"
 
+    def backward(self, region: Any, saved: Any, grads: Any, host: Any) -> Any:
+        """Also takes what a checked forward kept around the kernel's own values."""
+        return super().backward(region, getattr(saved, "own", saved), grads, host)
+
 
 class OtherAttention(Attention):
     """The same, for attention."""

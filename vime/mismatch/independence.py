@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vime.errors import InputError, InvariantViolation
 from vime.mismatch.compare import canonical_bits
 from vime.train.batching import required_rows
-from vime.train.interface import ScoredSample, ScoreResult, TrainSample
+from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSample
 from vime.types import GeneratedSample, SampleId
 
 TRAINER_CASES = ("trainer_score", "trainer_forward")
@@ -97,6 +97,19 @@ def check_first_forward(first: ScoreResult | None, scores: ScoreResult, publishe
                 f"the training forward of sample {forward.sample_id} differs from its scoring forward at response "
                 f"token {int(np.flatnonzero(differs)[0])}"
             )
+
+
+def check_trained(samples: Sequence[TrainSample], trained: TrainResult) -> None:
+    """Raise InvariantViolation unless the trainer trained on the tokens that it was given: all of them, once."""
+    first = {score.sample_id for score in trained.first_forward.samples} if trained.first_forward else set()
+    given = {sample.sample_id for sample in samples}
+    if trained.updates == 1 and first != given:
+        left = sorted(map(str, given ^ first))
+        raise InvariantViolation(f"the training forward and the step's batch differ in these samples: {left[:5]}")
+    due = sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)
+    told = trained.facts.get("trained_tokens", due)
+    if told != due:
+        raise InvariantViolation(f"the trainer trained on {told} tokens; the step's batch has {due}")
 
 
 def check_shapes(samples: Sequence[TrainSample], scores: ScoreResult) -> None:

@@ -20,6 +20,7 @@ from vime.mismatch.independence import (
     check_first_forward,
     check_memory,
     check_shapes,
+    check_trained,
     difference_from,
     make_challenge,
     split_challenge,
@@ -375,10 +376,11 @@ class StepStages:
             )
         ready = [replace(s, old_logprobs=own[s.sample_id].logprobs) for s in chosen]
         if self._pipeline.stages.train.loss.kl.coefficient > 0:
-            reference = {r.sample_id: r.logprobs for r in trainer.score(ready, "reference").samples}
+            reference = self._reference_logprobs(ready)
             ready = [replace(s, reference_logprobs=reference[s.sample_id]) for s in ready]
         trained = trainer.train(record.step, ready)
         check_first_forward(trained.first_forward, scores, self._publisher.digest, exact=self.exact)
+        check_trained(ready, trained)
         record.trained = trained
         self.timeline.append(
             StepTrained(
@@ -393,6 +395,17 @@ class StepStages:
             )
         )
         return {"trained": trained}
+
+    def _reference_logprobs(self, samples: Sequence[TrainSample]) -> dict[SampleId, Any]:
+        """Scores of the reference model, from a forward with the weights that version 0 was published with."""
+        scores = self.sides.trainer.score(samples, "reference")
+        check_shapes(samples, scores)
+        check_evidence(samples, scores, self.timeline.state.versions[0].digest)
+        found = {score.sample_id: score.logprobs for score in scores.samples}
+        missing = [str(s.sample_id) for s in samples if s.sample_id not in found]
+        if missing:
+            raise InvariantViolation(f"the reference returned no log-probabilities for {', '.join(missing[:5])}")
+        return found
 
     def sync(self, trained: TrainResult) -> Mapping[str, Any]:
         """Stage ``sync``: publish the trained weights and bring the engine to them."""

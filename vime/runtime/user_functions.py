@@ -26,7 +26,7 @@ def call_reward(
     def call() -> None:
         try:
             outcome.append(function(prompt, sample, sample.text))
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything, and may not end the run
             outcome.append(error)
 
     if timeout_s is None:
@@ -38,10 +38,13 @@ def call_reward(
         if not outcome:
             raise RewardFailure(f"no answer within {timeout_s} s")
     value = outcome[0]
-    if isinstance(value, Exception):
+    if isinstance(value, (Exception, SystemExit)):
         raise RewardFailure(f"it raised {type(value).__name__}: {value}") from value
-    if isinstance(value, (bool, int, float, np.floating, np.integer)) and math.isfinite(float(value)):
-        return float(value)
+    try:
+        if isinstance(value, (bool, int, float, np.floating, np.integer)) and math.isfinite(float(value)):
+            return float(value)
+    except OverflowError:
+        raise RewardFailure("it returned an integer beyond the range of a float; a finite number is needed") from None
     raise RewardFailure(f"it returned {value!r}; a finite number is needed")
 
 

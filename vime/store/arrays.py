@@ -138,8 +138,8 @@ class ArrayStore:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, announced or not, ascending."""
-        names = [entry.name for entry in self.root.iterdir() if entry.name.startswith("step-")]
-        return sorted(int(name.removeprefix("step-")) for name in names)
+        numbers = [entry.name.removeprefix("step-") for entry in self.root.iterdir() if entry.name.startswith("step-")]
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def remove_orphans(self, announced: Collection[int]) -> list[int]:
         """Delete groups that no event announced; returns their steps."""

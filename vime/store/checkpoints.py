@@ -98,8 +98,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending."""
-        names = [entry.name for entry in self.root.iterdir() if entry.name.startswith("step-")]
-        return sorted(int(name.removeprefix("step-")) for name in names)
+        numbers = [entry.name.removeprefix("step-") for entry in self.root.iterdir() if entry.name.startswith("step-")]
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def prune(self) -> list[int]:
         """Delete all but the last ``keep``. To be called after the newest was announced; returns the deleted steps."""
