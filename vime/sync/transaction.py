@@ -75,7 +75,7 @@ def synchronise(
     """Bring every engine to ``version``, whose published manifest digest is ``digest``.
 
     Each engine recomputes the digest from its staged bytes. Only when all are equal is any committed; otherwise all
-    roll back and serve what they served.
+    roll back and serve what they served. An engine that has committed stays at the new version, whatever fails then.
 
     Raises:
         InvariantViolation: an engine's staged or committed bytes have another digest.
@@ -88,6 +88,7 @@ def synchronise(
     handle = transport.send(tensors)
     staged: list[SyncTarget] = []
     reported: set[str] = set()  # an engine that refused what arrived has staged nothing
+    committed_on: set[str] = set()  # what is served is no longer taken back, also where it cannot be noted
     try:
         for target in targets:
             staged.append(target)
@@ -107,9 +108,12 @@ def synchronise(
                     f"engine {target.engine_id} serves version {committed.version} ({committed.digest}) after the "
                     f"commit of version {version} ({digest})"
                 )
+            committed_on.add(target.engine_id)
             note("committed", target.engine_id, committed.digest)
     except VimeError as error:
         for target in staged:
+            if target.engine_id in committed_on:
+                continue
             target.rollback_weights()
             if target.engine_id in reported:
                 note("rolled_back", target.engine_id, digest, str(error))

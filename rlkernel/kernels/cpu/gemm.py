@@ -80,12 +80,14 @@ def _merge_leaves(buffer, leaves, size):
 
 @kernel
 def _matmul(
-    first, last, a, rows, depth, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, bounds, outputs
+    first, last, a, rows, depth, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0, end1, c0, c1, c2
 ):
     """Output tasks first..last, ordered by group of row blocks, panel, row block. All arrays flat.
 
-    Columns ``bounds[i] .. bounds[i + 1]`` go to ``outputs[i]``, a matrix of their own.
+    Columns before end0 are the matrix c0, those before end1 c1, the others c2 (passing a tuple would take longer).
     """
+    bounds = (0, end0, end1, columns)
+    outputs = (c0, c1, c2)
     panels = -(-columns // PANEL_WIDTH)
     leaf_depth = depth // leaves
     buffer_rows = min(rows, _BUFFER_BLOCKS * MAX_ROWS)
@@ -244,12 +246,14 @@ def _run_matmul(
         return
     blocks = -(-rows // MAX_ROWS)
     group_blocks = -(-blocks // -(-blocks // _ROW_GROUP))
-    bounds = np.cumsum([0, *(output.shape[1] for output in outputs)])
-    flat = tuple(output.reshape(-1) for output in outputs) + (_EMPTY,) * (_MOST_PARTS - len(outputs))
+    ends = [outputs[0].shape[1]] * 2
+    flat = [output.reshape(-1) for output in outputs] + [_EMPTY] * (_MOST_PARTS - len(outputs))
+    if len(outputs) > 1:
+        ends[1] += outputs[1].shape[1]
     workers.run(
         _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth, blocks, group_blocks,
         panels.data.reshape(-1), panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16),
-        bounds, flat, grain=_grain(-(-rows // blocks), panels.depth),
+        *ends, *flat, grain=_grain(-(-rows // blocks), panels.depth),
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from vime.types import GeneratedSample, SampleId, VersionRun
         ),
         (r"write run/steps.jsonl", 2, "steps.jsonl failed: the disk is full"),
         (r"open run/provenance.jsonl", 3, "provenance.jsonl failed: the disk is full"),
+        (r"open run/provenance.jsonl", 4, "provenance.jsonl failed: the disk is full"),  # the engine has committed
         (r"write run/.report.html.tmp", 1, "report.html failed: the disk is full"),
     ],
 )
