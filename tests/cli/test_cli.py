@@ -14,8 +14,9 @@ from tests.pipeline.helpers import text
 from tests.store.tiny_run import TinyRun
 from vime.cli.main import invoke
 from vime.cli.progress import StopSwitch, stop_on_signals
-from vime.cli.run import set_aside
-from vime.errors import Interrupted, InvariantViolation
+from vime.cli.run import load_to_resume, set_aside
+from vime.errors import InputError, Interrupted, InvariantViolation
+from vime.store.lock import RunLock
 from vime.timeline.events import SampleFinished
 from vime.timeline.log import read_log
 
@@ -126,6 +127,83 @@ def test_a_run_in_the_way_is_moved_aside_only_when_asked(pipeline: Path, tmp_pat
     assert set_aside(tmp_path / "run") == tmp_path / "run.1"
     assert (tmp_path / "run.1/timeline.jsonl").read_bytes() == before
     assert set_aside(tmp_path / "run") is None
+
+
+def test_a_run_that_is_alive_is_never_moved(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    TinyRun(tmp_path / "run").run()
+    lock = RunLock(tmp_path / "run")
+    before = sorted(tmp_path.iterdir())
+    assert call("run", pipeline, "--fresh") == 2
+    message = capsys.readouterr().err
+    assert f"in use by process {os.getpid()}" in message and "--fresh moves nothing" in message
+    assert sorted(tmp_path.iterdir()) == before
+    lock.close()  # what a process leaves that died, however it died: the file, without the lock
+    assert (tmp_path / "run/.lock").is_file()
+    assert set_aside(tmp_path / "run") == tmp_path / "run.1"
+
+
+def test_a_folder_that_holds_no_run_is_never_moved(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").write_text("years of work")
+    assert call("run", pipeline, "--fresh") == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert (tmp_path / "run/thesis.txt").is_file() and not (tmp_path / "run.1").exists()
+
+
+def test_a_resumed_run_takes_only_what_decides_no_bit(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/pipeline.yaml").write_text(pipeline.read_text())
+    loaded = load_to_resume(str(tmp_path / "run"), ["threads=1", "stages.rollout.max_num_seqs=3"])
+    assert (loaded.pipeline.threads, loaded.pipeline.stages.rollout.max_num_seqs) == (1, 3)
+    for override, words in (
+        ("stages.reward.on_error=drop", "stages.reward.on_error was 'stop' when this run began"),
+        ("steps=3", "steps was 2"),
+        ("run_directory=other", "the folder of a resumed run"),
+        ("thread=1", "did you mean 'threads'"),
+    ):
+        assert call("resume", tmp_path / "run", "--set", "threads=1", "--set", override) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_json_ends_with_an_object_whatever_happens(
+    command: str, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    import vime.runtime.run_loop
+
+    def last() -> dict[str, object]:
+        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    target: Path = pipeline
+    if command == "resume":
+        target = tmp_path / "run"
+        target.mkdir()
+        (target / "pipeline.yaml").write_text(pipeline.read_text())
+    raised: list[BaseException] = []
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr(vime.runtime.run_loop, "run", fail)
+    for error, code, status in (
+        (Interrupted("the reward 'x' failed"), 3, "interrupted"),
+        (InvariantViolation("bits differ"), 1, "failed"),
+        (InputError("no such file"), 2, "failed"),
+        (KeyboardInterrupt(), 3, "interrupted"),
+    ):
+        raised[:] = [error]
+        assert call(command, target, "--json") == code
+        end = last()
+        assert (end["event"], end["status"], end["exit_code"]) == ("finished", status, code)
+        assert str(error) in str(end["message"])
+    assert call(command, target, "--json", "--set", "stepz=1") == 2
+    end = last()
+    assert (end["event"], end["exit_code"]) == ("finished", 2)
+    assert "stepz" in json.dumps(end)
+    raised[:] = [ZeroDivisionError("a bug")]
+    with pytest.raises(ZeroDivisionError):
+        call(command, target, "--json")
+    assert last()["exit_code"] == 1
 
 
 def test_the_first_signal_asks_and_the_second_interrupts() -> None:
