@@ -13,7 +13,10 @@ import rlkernel.kernels.cpu as cpu
 import rlkernel.ops as ops
 from rlkernel.contract.build import Contract, build_contract
 from rlkernel.contract.claims import Topology
+from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.presets import PRESETS
+from rlkernel.verify.admission.admit import admit
+from rlkernel.verify.admission.certificate import AdmissionRefused
 
 FORWARD, BACKWARD, STEP, DECODE = "trainer_forward", "trainer_backward", "optimizer_step", "rollout_decode"
 DEPENDENCY, SPLIT, ORDER = "dependency", "split", "merge order"
@@ -328,6 +331,18 @@ def load(mutant: Mutant, folder: Path, package: str) -> Any:
         return importlib.import_module(f"{package}.portable").portable_ops()[mutant.region]
     finally:
         sys.path.remove(str(folder))
+
+
+def refuse(mutant: Mutant, folder: Path, package: str, workers: Workers) -> dict[str, Any] | None:
+    """What admission says of a mutant; None if it is admitted."""
+    operation = load(mutant, folder, package)
+    try:
+        admit(operation, mutant.region, mutant.case, contract_of(mutant), workers=workers)
+    except AdmissionRefused as refused:
+        return refused.report
+    finally:
+        unload(folder, package)
+    return None
 
 
 def unload(folder: Path, package: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from rlkernel.errors import NumericsError, RlkernelError
+from vime.cli.admit import admit
 from vime.cli.audit import audit
 from vime.cli.check import check
 from vime.cli.contract import contract
@@ -32,7 +33,7 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit):
+for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit, admit):
     cli.add_command(command)
 
 

@@ -27,7 +27,7 @@ from rlkernel.verify.admission.certificate import (
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.explain import Evidence, Explanation, explain
 from rlkernel.verify.admission.generate import problems_of
-from rlkernel.verify.admission.influence import dependency_difference
+from rlkernel.verify.admission.influence import dependency_difference, right_on_exact_sums
 from rlkernel.verify.admission.problem import Problem
 from rlkernel.verify.admission.sources import identity_of
 from rlkernel.verify.admission.step import STEP_REGIONS, ReferenceStep, StepProblem, step_problems
@@ -166,7 +166,9 @@ class _Admission:
         if isinstance(problem, StepProblem):
             found: Results = operation.run(problem.arguments, self._workers, self._bf16)
             return found
-        return self._executor.run(operation, problem, case)
+        results = self._executor.run(operation, problem, case)
+        compared = getattr(self._candidate, "compared", None)  # a function may give only some of a region's outputs
+        return results if compared is None else {name: results[name] for name in compared}
 
     def compare_group(self, cases: tuple[str, ...], seed: int) -> None:
         """All problems of cases with the same entries, in as many rounds as the budget says."""
@@ -254,6 +256,8 @@ class _Admission:
         """Look at the other problems too, explain, and refuse."""
         seen = list(self._seen)
         for other in problems[problems.index(problem) + 1 :]:
+            if getattr(other, "bulk", False):
+                continue
             want = self._run(reference, other, case)
             try:
                 seen.append(Evidence(other, want, self._run(self._candidate, other, case)))
@@ -270,7 +274,19 @@ class _Admission:
                 lambda p: run(self._candidate, p), lambda p: run(reference, p), one, self._bf16
             )
 
-        explanation = explain(self._contract, self._region, case, seen, run, probe, self._budget.explain_seconds)
+        def exact_sums(one: Any) -> bool | None:
+            if not isinstance(one, Problem):
+                return None
+            return right_on_exact_sums(lambda p: run(self._candidate, p), lambda p: run(reference, p), one)
+
+        def more(number: int) -> list[Evidence]:
+            shapes = {(e.problem.shape_class, e.problem.name) for e in seen if e.differing}
+            drawn = self._problems(case, 7919 * number)
+            chosen = [p for p in drawn if (p.shape_class, p.name) in shapes]
+            return [Evidence(p, run(reference, p), run(self._candidate, p)) for p in chosen]
+
+        limit = self._budget.explain_seconds
+        explanation = explain(self._contract, self._region, case, seen, run, probe, exact_sums, more, limit)
         self._refuse_with(problem, case, difference, explanation, "")
 
     def _refuse_with(

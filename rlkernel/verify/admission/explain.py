@@ -15,7 +15,8 @@ from rlkernel.verify.admission.bits import Results, differing_elements
 from rlkernel.verify.admission.catalogue import variations_for
 from rlkernel.verify.admission.variants import Variation, varied_operation
 
-_SMALL = 4000  # outputs of a problem that is tried first
+_SMALL = 4000  # cost of a problem that is tried first
+_MORE = 8  # how often other values are drawn to part explanations
 
 RunOperation = Callable[[Any, Any], Results]
 """(operation, problem) -> results."""
@@ -61,6 +62,11 @@ class Evidence:
         return sum(value.size for value in self.want.values())
 
     @property
+    def cost(self) -> int:
+        """How long the interpreter takes, in steps that are about equal within a region."""
+        return int(getattr(self.problem, "cost", 0)) or self.size
+
+    @property
     def differing(self) -> int:
         """Elements that differ."""
         return differing_elements(self.want, self.have)
@@ -87,8 +93,8 @@ def choose(cases: Sequence[Evidence], most: int = 4) -> list[Evidence]:
     the most telling of the small first, and one without.
     """
     failing = [c for c in cases if c.differing]
-    telling = sorted(failing, key=lambda c: (c.size > _SMALL, -c.differing if c.size <= _SMALL else c.size))
-    passing = sorted((c for c in cases if not c.differing and c.size >= 100), key=lambda c: c.size)
+    telling = sorted(failing, key=lambda c: (c.cost > _SMALL, -c.differing if c.cost <= _SMALL else c.cost))
+    passing = sorted((c for c in cases if not c.differing and c.size >= 100), key=lambda c: c.cost)
     return telling[:most] + passing[:1]
 
 
@@ -99,6 +105,8 @@ def explain(
     cases: Sequence[Evidence],
     run: RunOperation,
     probe: Callable[[Any], str | None] | None = None,
+    exact_sums: Callable[[Any], bool | None] | None = None,
+    more: Callable[[int], Sequence[Evidence]] | None = None,
     limit_seconds: float = 60.0,
 ) -> Explanation:
     """Name the point that explains why the candidate's bits are others.
@@ -107,14 +115,16 @@ def explain(
         cases: problems that were run, with both results; at least one with differences.
         run: executes an operation on a problem.
         probe: the dependency probe for a problem.
+        exact_sums: whether the candidate's bits are right on the problem with inputs whose sums are exact.
+        more: problems like those chosen with other values, by a number: they part variations that agree on these.
         limit_seconds: after this much CPU time no further variation is tried.
     """
     chosen = choose(cases)
     if probe is not None:
         plain = [c for c in cases if c.differing and set(c.problem.hazards) == {"normal"}]
-        for item in [*sorted(plain, key=lambda c: c.size)[:3], *[c for c in chosen if c.differing][:1]]:
-            if (found := probe(item.problem)) is not None:
-                return Explanation("dependency", found, True)
+        for item in [*sorted(plain, key=lambda c: c.cost)[:3], *[c for c in chosen if c.differing][:1]]:
+            if (sentence := probe(item.problem)) is not None:
+                return Explanation("dependency", sentence, True)
     trials: list[_Trial] = []
     until = time.process_time() + limit_seconds
     for variation in variations_for(region, case):
@@ -128,23 +138,36 @@ def explain(
         except (RlkernelError, RuntimeError, IndexError, ValueError, TypeError):
             continue  # a variation that cannot be executed on these shapes explains nothing
         trials.append(_Trial(variation, left, tried))
-    exact = [t for t in trials if t.left == 0]
+    exact = [t.variation for t in trials if t.left == 0]
+    for number in range(1, _MORE + 1):
+        if more is None or len({variation.point for variation in exact}) < 2 or time.process_time() > until:
+            break
+        others = more(number)
+        exact = [v for v in exact if _try(run, varied_operation(contract, region, case, v), others)[0] == 0] or exact
     if exact:
         return _exact(exact)
-    return _nearest(trials, chosen)
+    found = _nearest(trials, chosen)
+    if found.point is None and exact_sums is not None and exact_sums(chosen[0].problem):
+        return Explanation(
+            "merge order",
+            "its bits are right where sums are exact in any order, so that it adds in an order, or with cuts (split), "
+            "that is none of those known here; `vime reveal` finds a sum's tree",
+            False,
+        )
+    return found
 
 
-def _exact(exact: list[_Trial]) -> Explanation:
-    first = exact[0].variation
-    others = tuple(f"{t.variation.point}: {t.variation.what}" for t in exact[1:] if t.variation.what != first.what)
+def _exact(exact: list[Variation]) -> Explanation:
+    first = exact[0]
+    others = tuple(f"{v.point}: {v.what}" for v in exact[1:] if v.what != first.what)
     return Explanation(first.point, f"the bits are those of {first.what}", True, others)
 
 
 def _nearest(trials: list[_Trial], chosen: list[Evidence]) -> Explanation:
     whole = chosen[0].differing
     close = [t for t in trials if (t.tried == 1 and t.left < whole) or t.tried > 1]
-    if close:
-        best = min(close, key=lambda t: (-t.tried, t.left))
+    best = min(close, key=lambda t: (-t.tried, t.left)) if close else None
+    if best is not None and (best.tried > 1 or best.left <= whole // 2):
         share = "every" if best.tried > 1 else f"{whole - best.left} of {whole}"
         return Explanation(
             best.variation.point,

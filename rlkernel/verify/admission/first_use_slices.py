@@ -143,23 +143,22 @@ def _tensor(x: Array) -> torch.Tensor:
 def attention_slice(
     contract: Contract, region: Region, inputs: Sequence[Array], outputs: Sequence[Array], host: Host
 ) -> tuple[Rows, Results, Results]:
-    """Two rows (the first, and the longest that is not too long), the last head: (rows, expected, found)."""
+    """The first head of the shortest row, the last of the longest that is not too long: (rows, expected, found)."""
     points = contract.entries[(host.case, "attention")]
     positions = host.batch.positions
     short = np.flatnonzero(positions < LONGEST)
     longest = int(short[np.argmax(positions[short])]) if short.size else int(np.argmin(positions))
-    rows = np.unique(np.array([int(np.argmin(positions)), longest], np.int64))
-    head = host.config.num_heads - 1
-    kv_head = host.config.num_kv_heads - 1
+    rows, heads = [int(np.argmin(positions)), longest], [0, host.config.num_heads - 1]
+    group = host.config.num_heads // host.config.num_kv_heads
     expected = []
-    for row in rows:
+    for row, head in zip(rows, heads, strict=True):
         sequence = int(np.searchsorted(host.batch.starts, row, side="right")) - 1
-        k, v = _keys(region, inputs, sequence, int(positions[row]) + 1, kv_head, host)
+        k, v = _keys(region, inputs, sequence, int(positions[row]) + 1, head // group, host)
         place = torch.tensor([int(positions[row])])
         out, _ = attend(points, _tensor(inputs[0][row, head][None]), _tensor(k), _tensor(v), place)
         expected.append(out.numpy()[0])
-    found = np.ascontiguousarray(outputs[0][rows, head])
-    return rows, {"attended": np.stack(expected)}, {"attended": found}
+    found = np.ascontiguousarray(outputs[0][rows, heads])
+    return np.array(rows), {"attended": np.stack(expected)}, {"attended": found}
 
 
 def attention_backward_slice(
@@ -169,7 +168,9 @@ def attention_backward_slice(
     points = contract.entries[("trainer_backward", "attention")]
     forward = contract.entries[("trainer_forward", "attention")]
     lengths = np.diff(host.batch.starts)
-    chosen = int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int32).max)))
+    chosen = int(np.flatnonzero(lengths)[0])
+    if lengths[chosen] > LONGEST:
+        chosen = int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int32).max)))
     first, length = int(host.batch.starts[chosen]), int(lengths[chosen])
     group = host.config.num_heads // host.config.num_kv_heads
     heads = slice(0, group)

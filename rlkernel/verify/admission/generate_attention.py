@@ -49,6 +49,14 @@ def _whole(
     return problem
 
 
+def _cancelling(problem: Problem) -> Problem:
+    """Pairs of equal keys with opposite values: what is left of a row is what the roundings of its chains leave."""
+    q, k, v = (x.copy() for x in problem.inputs)
+    pairs = len(k) // 2 * 2
+    k[1:pairs:2], v[1:pairs:2] = k[0:pairs:2], -v[0:pairs:2]
+    return replace(problem, hazards=("exact cancellation",), inputs=(q, k, v))
+
+
 def _pages(
     rng: Generator, first: list[int], lengths: list[int], page: int, kv_heads: int, depth: int, bf16: bool, spare: int
 ) -> Pages:
@@ -101,6 +109,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         return [
             _whole(contract, "few rows", [5, 1, 2], FINITE_HAZARDS, 1, seed, True, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal",), 2, seed, True),
+            _cancelling(_whole(contract, "few rows", [24], ("normal",), 2, seed + 1, True)),
             _whole(contract, "several blocks", [2 * block + 6], ("normal", "ties"), 2, seed, True),
             _whole(contract, "few rows", [9], (*SPECIAL_HAZARDS, "normal"), 1, seed, True),
             _whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, True),
@@ -109,6 +118,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         return [
             _whole(contract, "few rows", [7, 1, 2], FINITE_HAZARDS + SPECIAL_HAZARDS, 1, seed, False, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
+            _cancelling(_whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
             _whole(contract, "fully masked blocks", [3 * block + 2, 3], ("ties", "exponent spread"), 1, seed, False),
             _whole(contract, "split borders", [split + 18], ("normal",), 1, seed, False),
             _whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, False),

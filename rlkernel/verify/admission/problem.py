@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,8 @@ class Problem:
         start: what the gradient chains continue, by logical name (+0 where absent).
         alone: rows (sequences, for attention) that are executed once more without their neighbours.
         views: execute once more with inputs that are not contiguous.
-        paged: only for cases with KV state.
+        pages, head: what attention and the head take beside their inputs.
+        bulk: many outputs, for deviations that few of them show; not executed again to explain one.
     """
 
     shape_class: str
@@ -78,6 +81,16 @@ class Problem:
     head: HeadInputs | None = None
     alone: tuple[int, ...] = ()
     views: bool = False
+    bulk: bool = False
+
+    @property
+    def cost(self) -> int:
+        """Work of the interpreter where it is not the number of outputs (0): keys that it walks, in attention."""
+        if self.region.kind != "attention":
+            return 0
+        starts = self.batch.starts
+        last = [int(self.batch.positions[b - 1]) + 1 for a, b in pairwise(starts) if b > a]
+        return 20 * self.config.num_heads * sum(last)
 
     def hazard(self, index: tuple[int, ...]) -> str:
         """The class of values at an index of an output (``mixed`` where rows are reduced over)."""
@@ -143,6 +156,11 @@ def probe_config(contract: Contract, **dimensions: int) -> ModelConfig:
         "eos_token_ids": (),
     }
     return replace(contract.config, **{**small, **dimensions})  # type: ignore[arg-type]
+
+
+def matrix(x: Array) -> Array:
+    """[N, ...] as [N, width]; also where N is 0."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def find_region(config: ModelConfig, kind: str) -> Region:

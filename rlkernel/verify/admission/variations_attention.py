@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from rlkernel.reference.arith import cast_bf16, mul
+from rlkernel.reference.attention import bits_constant
+from rlkernel.reference.reductions import chain
 from rlkernel.verify.admission.variants import Edit, Function, Line, Variation
 from rlkernel.verify.admission.variations import (
     also_rounded,
@@ -17,7 +20,6 @@ from rlkernel.verify.admission.variations import (
 )
 
 _MASK = "torch.arange(keys, device=positions.device)[None, :] <= positions[:, None]"
-_SCORES = 'return mul(matmul(points, q, k), torch.full((), bits_constant(points, "scale2"), device=q.device))'
 _ACC = "acc = visible_chain(points, p, v.T.contiguous(), start=mul(part.acc, alpha[:, None]), valid=mask)"
 _TOTAL = "total = torch.where(mask[:, j], add(total, p[:, j]), total)"
 _KEYS = "        for j in range(p.shape[1]):\n            total"
@@ -42,10 +44,6 @@ def _optimizer(old: str, new: str) -> tuple[Edit, ...]:
 
 def _loss(old: str, new: str) -> tuple[Edit, ...]:
     return (Line("loss", old, new),)
-
-
-def _cast(text: str) -> str:
-    return f'cast({text}, "bfloat16")'
 
 
 def _descending_visible(original: Any) -> Callable[..., Any]:
@@ -105,6 +103,27 @@ def _unfused_visible(_: Any) -> Callable[..., Any]:
     return chain
 
 
+def _scores(make: Callable[[Any, Any], Any]) -> tuple[Edit, ...]:
+    """Scores made otherwise of the dot products and the scale."""
+
+    def replaced(_: Any) -> Callable[..., Any]:
+        def scores(points: Any, q: Any, k: Any) -> Any:
+            dot = chain(points, q[:, None, :], k[None, :, :])
+            return make(dot, torch.full_like(dot, bits_constant(points, "scale2")))
+
+        return scores
+
+    return (Function("scores", replaced, ("attention",)),)
+
+
+def _scaled_query(original: Any) -> Callable[..., Any]:
+    def scores(points: Any, q: Any, k: Any) -> Any:
+        scaled = mul(q, torch.full_like(q, bits_constant(points, "scale2")))
+        return chain(points, scaled[:, None, :], k[None, :, :])
+
+    return scores
+
+
 def _visible(make: Callable[[Any], Any]) -> tuple[Edit, ...]:
     return (Function("visible_chain", make, ("attention",)),)
 
@@ -138,8 +157,8 @@ ATTENTION: tuple[Variation, ...] = (
     Variation("precision", "an accumulator that rests in bfloat16 between blocks", _attention(_PART_ACC, "part.acc = torch.where(active[:, None], cast(acc, \"bfloat16\"), part.acc)")),
     Variation("precision", "a row sum that rests in bfloat16 between blocks", _attention("part.l = torch.where(active, total, part.l)", "part.l = torch.where(active, cast(total, \"bfloat16\"), part.l)")),
     Variation("precision", "a row sum in float64", _attention(_TOTAL, "total = torch.where(mask[:, j], total.double() + p[:, j].double(), total.double())") + _attention("part.l = torch.where(active, total, part.l)", "part.l = torch.where(active, total.float(), part.l)")),
-    Variation("rounding", "scores rounded to bfloat16 before the softmax", _attention(_SCORES, _SCORES.replace("return mul", "return cast(mul") + ', "bfloat16")')),
-    Variation("rounding", "dot products rounded to bfloat16 before the scale", _attention(_SCORES, _SCORES.replace("matmul(points, q, k)", _cast("matmul(points, q, k)")))),
+    Variation("rounding", "scores rounded to bfloat16 before the softmax", _scores(lambda dot, scale2: cast_bf16(mul(dot, scale2)))),
+    Variation("rounding", "dot products rounded to bfloat16 before the scale", _scores(lambda dot, scale2: mul(cast_bf16(dot), scale2))),
     Variation("rounding", "weights that are not rounded", entry=not_rounded("weights")),
     Variation("rounding", "weights that are rounded to bfloat16", entry=also_rounded("weights")),
     Variation("rounding", "a row sum of weights before their rounding", _attention('    if (narrow := points.rounds("weights")) is not None:\n        p = cast(p, narrow)\n    p = torch', '    exact = torch.where(mask, p, torch.zeros_like(p))\n    if (narrow := points.rounds("weights")) is not None:\n        p = cast(p, narrow)\n    p = torch') + _attention(_TOTAL, _TOTAL.replace("p[:, j]", "exact[:, j]"))),
@@ -147,10 +166,10 @@ ATTENTION: tuple[Variation, ...] = (
     Variation("primitives", "the exponential of weights is another one", entry=other_weights_exp2),
     Variation("primitives", "the exponential of weights is a library's", _weights(exact_exp2)),
     Variation("primitives", "scale and subtraction contracted to a fused multiply-add", (
-        Line("attention", _SCORES, "return matmul(points, q, k)"),
+        *_scores(lambda dot, scale2: dot),
         Line("attention", "hidden = torch.where(mask, s,", "scale2 = torch.full((), bits_constant(points, \"scale2\")).expand_as(s); hidden = torch.where(mask, mul(s, scale2),"),
         Line("attention", _WEIGHTS, "p = weights_exp2(torch.where(mask, fma32(s, scale2, -new[:, None].expand_as(s)), torch.zeros_like(s)))"))),
-    Variation("primitives", "a query that is scaled before its dot products", _attention(_SCORES, "return matmul(points, mul(q, torch.full((), bits_constant(points, \"scale2\"))), k)")),
+    Variation("primitives", "a query that is scaled before its dot products", (Function("scores", _scaled_query, ("attention",)),)),
     Variation("primitives", "weights and values without a fused multiply-add", _visible(_unfused_visible)),
     Variation("primitives", "sums of splits without a fused multiply-add", _attention("total = torch.where(part.seen, fma32(part.l, w, total), total)", "total = torch.where(part.seen, add(mul(part.l, w), total), total)")),
     Variation("primitives", "a product with the reciprocal of the row sum", _attention(_DIVIDED, "result = mul(out, div(torch.ones_like(total), total)[:, None].expand_as(out))")),
@@ -173,7 +192,7 @@ ATTENTION_BACKWARD: tuple[Variation, ...] = (
     Variation("rounding", "the scale multiplied onto a rounded sum", _attention(_DQ, "dq[:, h] = rounded(mul(rounded(visible_chain(points, ds, k.T.contiguous(), valid=mask), narrow), scale), narrow)")),
     Variation("rounding", "delta rounded to bfloat16", _attention("delta = _row_dot(points, dout[:, h], out[:, h])", "delta = cast(_row_dot(points, dout[:, h], out[:, h]), \"bfloat16\")")),
     Variation("primitives", "the exponential of weights is another one", entry=other_weights_exp2, only=("attention",)),
-    Variation("primitives", "scale and subtraction contracted to a fused multiply-add", _attention(_P, "p = weights_exp2(torch.where(mask, fma32(matmul(points, q[:, h], k), torch.full((), bits_constant(points, \"scale2\")).expand_as(s), -lse2[:, h, None].expand_as(s)), torch.zeros_like(s)))")),
+    Variation("primitives", "scale and subtraction contracted to a fused multiply-add", _attention(_P, "p = weights_exp2(torch.where(mask, fma32(chain(points, q[:, h][:, None, :], k[None, :, :]), torch.full((), bits_constant(points, \"scale2\")).expand_as(s), -lse2[:, h, None].expand_as(s)), torch.zeros_like(s)))")),
     Variation("primitives", "products and sums without a fused multiply-add", _visible(_unfused_visible)),
     Variation("primitives", "the scale multiplied onto the score gradients", (
         Line("attention", _DS, "ds = rounded(mul(mul(p, sub(dp, delta[:, None].expand_as(dp))), scale), narrow_s)"),

@@ -1,0 +1,249 @@
+"""Admission: the CPU kernels are admitted, deviations are refused with the first difference and the point."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlkernel.contract.build import build_contract
+from rlkernel.contract.claims import Topology
+from rlkernel.errors import ContractError
+from rlkernel.kernels.cpu import activation, norm
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.models.presets import PRESETS
+from rlkernel.ops.head import LinearLogprob
+from rlkernel.ops.portable import RmsNorm, SwiGlu, portable_ops
+from rlkernel.verify.admission.admit import Budget, admit, cases_of
+from rlkernel.verify.admission.bits import compare, pattern
+from rlkernel.verify.admission.catalogue import variations_for
+from rlkernel.verify.admission.certificate import AdmissionRefused
+from rlkernel.verify.admission.execute import Executor, reference_operation
+from rlkernel.verify.admission.generate import problems_of
+from rlkernel.verify.admission.plain import PlainLinear
+from rlkernel.verify.admission.values import HAZARDS, generator, make
+from rlkernel.verify.admission.variants import POINTS, Line, Variation, copy_interpreter, varied_operation
+from vime.train.admission import step_candidates
+
+CONTRACTS = {dtype: build_contract(PRESETS["tiny-qwen3"], dtype=dtype) for dtype in ("float32", "bfloat16")}
+WORKERS = Workers(1)
+FAST = ("embedding", "rms_norm", "qk_norm", "rope", "residual_add", "swiglu")
+
+
+def operations():
+    return {**portable_ops(), "logprob": LinearLogprob(), **dict(step_candidates())}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("region", [*FAST, "o_proj", "logprob", "gradient_norm", "adamw", "loss"])
+def test_the_cpu_kernels_are_admitted(region, dtype):
+    contract, operation = CONTRACTS[dtype], operations()[region]
+    certificate = admit(operation, region, cases_of(region, contract), contract, workers=WORKERS)
+    assert certificate.outputs > (30 if region == "gradient_norm" else 1000)
+    assert "zero rows" in certificate.shape_classes
+    if region not in ("embedding", "loss"):
+        assert {"normal", "ties", "subnormals", "signed zeros", "exponent spread"} <= set(certificate.hazards)
+    assert set(certificate.cases) == set(cases_of(region, contract))
+
+
+def test_projections_with_claimed_degrees_and_a_bias_are_admitted():
+    contract = build_contract(PRESETS["tiny-qwen2"], topology=Topology(tp=2))
+    for region in ("qkv_proj", "gate_up_proj", "down_proj"):
+        admit(operations()[region], region, ("trainer_forward", "trainer_backward"), contract, workers=WORKERS)
+
+
+def test_attention_is_admitted_with_stale_pages_and_masked_blocks():
+    contract = CONTRACTS["float32"]
+    certificate = admit(
+        operations()["attention"], "attention", ("rollout_decode", "trainer_score"), contract, workers=WORKERS
+    )
+    assert {"stale NaN in unused pages", "fully masked blocks", "split borders", "one row each"} <= set(
+        certificate.shape_classes
+    )
+
+
+def test_the_plain_chain_is_a_link_of_its_own():
+    certificate = admit(PlainLinear(), "down_proj", "trainer_forward", CONTRACTS["bfloat16"], workers=WORKERS)
+    assert certificate.links[0].left == "interpreter" and certificate.links[0].right == "plain.fma_chain"
+
+
+def test_a_larger_budget_compares_more():
+    budget = Budget("full", rounds=2, outputs=200_000)
+    certificate = admit(SwiGlu(), "swiglu", "trainer_forward", CONTRACTS["float32"], budget=budget, workers=WORKERS)
+    assert certificate.outputs >= 200_000 and certificate.budget == "full"
+
+
+class NeighbourNorm(RmsNorm):
+    """The scale of the first row for every row: right alone, wrong in company."""
+
+    implementation = "test.neighbour_norm"
+
+    def forward(self, region, inputs, host):
+        (y,), (x, scale) = super().forward(region, inputs, host)
+        if len(x) > 1:
+            weight = host.weights.vectors[region.weights[0]]
+            with np.errstate(invalid="ignore"):
+                y = np.ascontiguousarray(x * scale[:1, None] * weight)
+        return (y,), (x, scale)
+
+
+class DecodeOnly(SwiGlu):
+    """Deviates in one case only."""
+
+    implementation = "test.decode_only"
+
+    def forward(self, region, inputs, host):
+        (y,), saved = super().forward(region, inputs, host)
+        if host.case == "rollout_decode" and y.size:
+            y.reshape(-1).view(np.uint32)[-1] ^= 1
+        return (y,), saved
+
+
+class Shapeless(SwiGlu):
+    """Fails for no rows."""
+
+    implementation = "test.shapeless"
+
+    def forward(self, region, inputs, host):
+        if not len(inputs[0]):
+            raise ValueError("cannot reshape an empty array")
+        return super().forward(region, inputs, host)
+
+
+class StrideBlind(SwiGlu):
+    """Reads the memory behind a view as if it were contiguous."""
+
+    implementation = "test.stride_blind"
+
+    def forward(self, region, inputs, host):
+        plain = []
+        for x in inputs:
+            base = x if x.flags.c_contiguous or x.base is None else x.base
+            plain.append(np.ascontiguousarray(base.reshape(-1)[: x.size].reshape(x.shape)))
+        return (activation.swiglu(*plain, host.workers, host.bf16),), tuple(plain)
+
+
+class FlushesZeros(SwiGlu):
+    """Turns -0 into +0: equal numbers, other bits."""
+
+    implementation = "test.flushes_zeros"
+
+    def forward(self, region, inputs, host):
+        (y,), saved = super().forward(region, inputs, host)
+        return (y + np.float32(0.0),), saved
+
+
+def refusal(operation, region, case="trainer_forward", dtype="float32"):
+    with pytest.raises(AdmissionRefused) as caught:
+        admit(operation, region, case, CONTRACTS[dtype], workers=WORKERS)
+    return caught.value
+
+
+def test_a_row_that_depends_on_its_neighbours_is_refused():
+    refused = refusal(NeighbourNorm(), "rms_norm")
+    assert refused.report["explanation"]["point"] == "dependency"
+    assert "may not depend" in str(refused) or "other rows" in str(refused)
+
+
+def test_a_deviation_in_one_case_is_found_and_the_case_named():
+    admit(DecodeOnly(), "swiglu", ("rollout_prefill", "trainer_forward"), CONTRACTS["float32"], workers=WORKERS)
+    refused = refusal(DecodeOnly(), "swiglu", ("rollout_prefill", "rollout_decode"))
+    assert refused.report["case"] == "rollout_decode"
+    difference = refused.report["difference"]
+    assert difference["differing"] == 1
+    assert int(difference["expected"], 16) ^ int(difference["found"], 16) == 1
+
+
+def test_a_failure_on_a_shape_of_the_contract_is_a_refusal_that_names_the_shape():
+    refused = refusal(Shapeless(), "swiglu")
+    assert "zero rows" in str(refused) and "cannot reshape an empty array" in str(refused)
+
+
+def test_views_that_are_read_as_if_contiguous_are_refused():
+    refused = refusal(StrideBlind(), "swiglu")
+    assert "not contiguous" in refused.report["problem"]
+    assert refused.report["explanation"]["point"] == "dependency"
+
+
+def test_signed_zeros_count():
+    refused = refusal(FlushesZeros(), "swiglu")
+    assert (refused.report["difference"]["expected"], refused.report["difference"]["found"]) == (
+        "0x80000000",
+        "0x00000000",
+    )
+
+
+def test_unknown_targets_regions_and_cases_are_refused():
+    contract = CONTRACTS["float32"]
+    with pytest.raises(ContractError, match="'cpu' can"):
+        admit(SwiGlu(), "swiglu", "trainer_forward", contract, "sm_90")
+    with pytest.raises(ContractError, match="no entry for region 'router'"):
+        admit(SwiGlu(), "router", "trainer_forward", contract)
+    with pytest.raises(ContractError, match="in case 'rollout'"):
+        admit(SwiGlu(), "swiglu", "rollout", contract)
+
+
+def test_bits_are_compared_as_integers_with_one_nan():
+    nan, other = np.array([0x7FC00000, 0xFFFFFFFF], np.uint32).view(np.float32)
+    compared, difference = compare({"y": np.array([nan, 0.0], np.float32)}, {"y": np.array([other, 0.0], np.float32)})
+    assert (compared, difference) == (2, None)
+    _, difference = compare({"y": np.array([0.0], np.float32)}, {"y": np.array([-0.0], np.float32)})
+    assert difference is not None and difference.found == "0x80000000"
+    for broken in ({}, {"y": np.zeros(3, np.float32)}, {"y": np.zeros(2)}):
+        _, difference = compare({"y": np.zeros(2, np.float32)}, broken)
+        assert difference is not None and difference.differing == 2
+
+
+@pytest.mark.parametrize("hazard", HAZARDS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_values_are_reproducible_and_on_the_grid(hazard, bf16):
+    one, again, other = (make(hazard, generator(seed, hazard), (6, 40), bf16) for seed in (1, 1, 2))
+    assert np.array_equal(one.view(np.uint32), again.view(np.uint32))
+    assert not np.array_equal(pattern(one), pattern(other))
+    assert not bf16 or not (one.view(np.uint32) & 0xFFFF).any()
+
+
+@pytest.mark.parametrize("region", ["rms_norm", "swiglu", "rope", "embedding", "o_proj", "logprob", "attention"])
+@pytest.mark.parametrize("case", ["trainer_forward", "trainer_backward"])
+def test_variations_fit_the_interpreter_and_nothing_changed_changes_nothing(region, case):
+    contract = CONTRACTS["bfloat16"]
+    executor = Executor(contract, WORKERS)
+    problem = min(problems_of(contract, region, case)[:3], key=lambda p: p.inputs[0].size)
+    want = executor.run(reference_operation(contract, region), problem, case)
+    unchanged = varied_operation(contract, region, case, Variation("split", "nothing at all"))
+    assert compare(want, executor.run(unchanged, problem, case))[1] is None
+    seen = set()
+    for variation in variations_for(region, case):
+        copy_interpreter(variation.edits)  # raises where a line or a function is no longer there
+        seen.add(variation.point)
+    assert seen >= set(POINTS) - {"dependency"}  # found by a probe, not by variations, in most regions
+
+
+def test_a_variation_that_no_longer_fits_says_so():
+    with pytest.raises(ContractError, match="it must stand there once"):
+        copy_interpreter((Line("regions", "a line that is not there", ""),))
+    with pytest.raises(ContractError, match="none of the six points"):
+        Variation("speed", "something")
+
+
+def test_the_product_s_interpreter_is_not_touched_by_variations():
+    from rlkernel.reference import regions
+
+    before = regions.ReferenceNorm._norm
+    copies = copy_interpreter((Line("regions", "sqrt(add(mean, eps))", "add(sqrt(mean), eps)"),))
+    assert regions.ReferenceNorm._norm is before
+    assert copies["regions"].ReferenceNorm._norm is not before
+
+
+def test_an_explanation_is_asked_of_a_deviation_that_is_none_of_those_known():
+    class Halved(RmsNorm):
+        implementation = "test.halved"
+
+        def forward(self, region, inputs, host):
+            (x,) = inputs
+            weight = host.weights.vectors[region.weights[0]]
+            y, scale = norm.rms_norm(x, weight, np.float32(host.config.rms_norm_eps), host.workers, host.bf16)
+            return (y * np.float32(0.5),), (x, scale)
+
+    refused = refusal(Halved(), "rms_norm")
+    assert refused.report["explanation"]["point"] is None
+    assert "no single change" in str(refused)

@@ -1,0 +1,186 @@
+"""``vime admit``: a kernel's bits against the interpreter of its contract: one of the user's own, or all of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vime.cli.options import json_option
+from vime.errors import InputError
+
+if TYPE_CHECKING:
+    from rlkernel.contract.build import Contract
+    from rlkernel.verify.admission.admit import Budget
+    from rlkernel.verify.admission.certificate import AdmissionRefused, Certificate
+
+FORWARD, BACKWARD = "trainer_forward", "trainer_backward"
+
+
+@click.command()
+@click.argument("name", required=False, metavar="[MODULE:FUNCTION]")
+@click.option("--region", metavar="REGION", help="What the function computes, as in 'rms_norm'.")
+@click.option("--backward", is_flag=True, help="The function is the region's gradient.")
+@click.option("--profile", default="portable", show_default=True, help="Or hopper, cdna3.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: that of --pipeline, or float32]")
+@click.option("--takes", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of torch tensors.")
+@click.option("--pipeline", type=click.Path(dir_okay=False), metavar="FILE", help="Take the contract from a pipeline.")
+@click.option("--full", is_flag=True, help="Compare at least a million outputs a region, not only the quick set.")
+@click.option("--all", "everything", is_flag=True, help="Admit all CPU kernels, for --pipeline or all presets.")
+@click.option("--to", "folder", type=click.Path(file_okay=False), help="Where --all keeps certificates.")
+@click.option("--signatures", is_flag=True, help="Print how a function of each region is called.")
+@json_option
+def admit(
+    name: str | None,
+    region: str | None,
+    backward: bool,
+    profile: str,
+    dtype: str | None,
+    takes: str,
+    device: str,
+    pipeline: str | None,
+    full: bool,
+    everything: bool,
+    folder: str | None,
+    signatures: bool,
+    as_json: bool,
+) -> int:
+    """Compare a kernel with the interpreter of its contract, bit for bit.
+
+    MODULE:FUNCTION (or FILE.py:FUNCTION) is compared over shapes and values where kernels go wrong. Exit code 0: every
+    bit is the contract's. Exit code 1: one differs; the first difference is shown, and which of the contract's six
+    points explains it.
+    """
+    from rlkernel.verify.admission.admit import FULL, QUICK
+
+    budget = FULL if full else QUICK
+    if signatures:
+        return _print_signatures(as_json)
+    if everything:
+        if name or region:
+            raise InputError("--all admits this package's own CPU kernels; leave the function and --region out")
+        return _admit_all(pipeline, dtype, budget, folder, as_json)
+    if not name or not region:
+        raise InputError("name a function and its --region, as in: vime admit my.kernels:norm --region rms_norm")
+    contract = _contract(pipeline, profile, dtype)
+    return _admit_function(name, region, BACKWARD if backward else FORWARD, contract, takes, device, budget, as_json)
+
+
+def _print_signatures(as_json: bool) -> int:
+    from rlkernel.verify.admission.user import GRADIENTS, SIGNATURES
+
+    for title, table in (("", SIGNATURES), (" --backward", GRADIENTS)):
+        for region, text in table.items():
+            if as_json:
+                click.echo(json.dumps({"region": region, "backward": bool(title), "signature": text}))
+            else:
+                click.echo(f"{region + title:24s} {text}")
+    return 0
+
+
+def _contract(pipeline: str | None, profile: str, dtype: str | None) -> Contract:
+    """The contract of a pipeline, or of a model of usual dimensions."""
+    from rlkernel.contract.build import build_contract
+    from rlkernel.models.config import ModelConfig
+
+    if pipeline is not None:
+        from vime.cli.contract import read_pipeline_contract
+
+        overrides = () if dtype is None else (f"contract.dtype={dtype}",)
+        return read_pipeline_contract(pipeline, overrides)
+    chosen = dtype or ("float32" if profile == "portable" else "bfloat16")
+    config = ModelConfig(
+        family="qwen3", vocab_size=1000, hidden_size=1024, intermediate_size=3072, num_layers=1, num_heads=16,
+        num_kv_heads=8, head_dim=64, max_position=4096, qk_norm=True,
+    )  # fmt: skip
+    return build_contract(config, profile=profile, dtype=chosen)
+
+
+def _admit_function(
+    name: str, region: str, case: str, contract: Contract, takes: str, device: str, budget: Budget, as_json: bool
+) -> int:
+    from rlkernel.verify.admission.admit import admit as admit_candidate
+    from rlkernel.verify.admission.certificate import AdmissionRefused
+    from rlkernel.verify.admission.user import UserOp, find_function, signature
+
+    call = signature(region, case)
+    candidate = UserOp(name, find_function(name), region, case, contract.dtype, takes, device)  # type: ignore[arg-type]
+    try:
+        certificate = admit_candidate(candidate, region, case, contract, budget=budget)
+    except AdmissionRefused as refused:
+        _print_refusal(refused, call, as_json)
+        return 1
+    _print_admission(certificate, as_json)
+    return 0
+
+
+def _print_admission(certificate: Certificate, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"event": "admitted", "certificate": certificate.as_json()}))
+        return
+    click.echo(
+        f"admitted: {certificate.implementation} computes {certificate.region} of profile {certificate.profile}, "
+        f"{certificate.dtype} ({', '.join(certificate.cases)}): {certificate.outputs:,} outputs compared, none differs"
+    )
+    click.echo(f"  shapes: {', '.join(certificate.shape_classes)}")
+    click.echo(f"  values: {', '.join(certificate.hazards)}")
+
+
+def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
+    report = refused.report
+    if as_json:
+        click.echo(json.dumps({"event": "refused", **report}))
+        return
+    click.echo(f"refused: {report['implementation']} is not {report['region']} of this contract")
+    if "difference" not in report:
+        click.echo(f"  {report['failure']} ({report['problem']})")
+        click.echo(f"  it is called as {call}")
+        return
+    difference, explanation = report["difference"], report["explanation"]
+    place = ", ".join(str(i) for i in difference["index"])
+    click.echo(f"  where:    {report['case']}: {report['problem']}; values: {report['hazard']}")
+    click.echo(
+        f"  first:    {difference['output']}[{place}] is {difference['found']}, the contract gives "
+        f"{difference['expected']}; {difference['differing']:,} of {difference['compared']:,} outputs differ"
+    )
+    certainty = "" if explanation["certain"] or explanation["point"] is None else " (probably)"
+    click.echo(f"  point:    {explanation['point'] or 'none found'}{certainty}: {explanation['sentence']}")
+    for other in explanation["alternatives"]:
+        click.echo(f"            or {other}")
+
+
+def _admit_all(pipeline: str | None, dtype: str | None, budget: Budget, folder: str | None, as_json: bool) -> int:
+    from rlkernel.contract.build import build_contract
+    from rlkernel.kernels.cpu.threads import Workers
+    from rlkernel.models.presets import PRESETS
+    from rlkernel.ops.composition import cpu_candidates
+    from rlkernel.verify.admission.certificate import AdmissionRefused
+    from rlkernel.verify.admission.store import ensure_certificates, user_folder
+    from vime.train.admission import step_candidates
+
+    if pipeline is not None:
+        contracts = [_contract(pipeline, "portable", dtype)]
+    else:
+        dtypes = ("float32", "bfloat16") if dtype is None else (dtype,)
+        contracts = [build_contract(config, dtype=kind) for config in PRESETS.values() for kind in dtypes]
+    candidates = [*((c.region, c.op) for c in cpu_candidates()), *step_candidates()]
+    keep = Path(folder) if folder else user_folder()
+    workers, count = Workers(), 0
+    for contract in contracts:
+        try:
+            admitted = ensure_certificates(
+                contract, candidates, workers, budget=budget, folders=[keep], keep=keep,
+                say=lambda text: None if as_json else click.echo(text),
+            )  # fmt: skip
+        except AdmissionRefused as refused:
+            _print_refusal(refused, "", as_json)
+            return 1
+        for certificate in admitted.made:
+            _print_admission(certificate, as_json)
+        count += len(admitted.certificates)
+    summary: dict[str, Any] = {"event": "all", "certificates": count, "folder": str(keep)}
+    click.echo(json.dumps(summary) if as_json else f"{count} certificates are valid in {keep}")
+    return 0
