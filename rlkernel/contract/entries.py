@@ -22,6 +22,7 @@ HIDDEN, HEAD_DIM = "hidden axis", "head axis"
 KEYS = "keys at positions <= the query's in the same sequence"
 VOCABULARY = "real vocabulary without its padding"
 TOKENS = "tokens of the step in sample order"
+WHOLE_STEPS = ", each sample's filled up with zeros to whole steps"
 QUERIES = "q heads of the group, then queries at positions >= the key's"
 
 Primitives = tuple[tuple[str, str], ...]
@@ -169,7 +170,7 @@ class Entries:
     def _weight_gradient(self, inputs: tuple[str, ...], mac: tuple[str, str], step: int) -> SixPoints:
         dp = self._topology.dp
         return SixPoints(
-            Dependency(inputs, TOKENS),
+            Dependency(inputs, TOKENS + (WHOLE_STEPS if step > 1 else "")),
             Split(leaves=dp, step=step),
             Merge(leaf="ascending_chain", leaves="balanced_tree" if dp > 1 else "none"),
             Precision(self._dtype, "float32", "float32", "float32", "float32"),

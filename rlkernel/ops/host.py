@@ -56,7 +56,10 @@ class RopeTables:
 
 @dataclass
 class Host:
-    """Services for one pass over one batch. ``state`` is None where whole sequences are attended (trainer)."""
+    """Services for one pass over one batch. ``state`` is None where whole sequences are attended (trainer).
+
+    ``row_starts`` int32 [S+1]: offsets of each sequence's rows among the rows that the head works on; None: one sequence.
+    """
 
     config: ModelConfig
     bf16: bool
@@ -68,3 +71,4 @@ class Host:
     workers: Workers
     state: KVState | None = None
     gradients: Gradients | None = None
+    row_starts: NDArray[np.int32] | None = None

@@ -159,7 +159,7 @@ class ModelRunner:
     ) -> Tape:
         """Training forward over whole sequences.
 
-        ``rows`` [R] are the batch rows whose hidden state predicts ``targets`` [R]. With ``checkpointing`` only each
+        ``rows`` [R], ascending, are the batch rows whose hidden state predicts ``targets`` [R]. With ``checkpointing`` only each
         layer's input is kept, with the digest of its output; the backward recomputes the layer and compares.
         """
         self._check_targets(targets)
@@ -194,6 +194,7 @@ class ModelRunner:
         Raises NumericsError if a recomputed layer does not give the bits of the forward.
         """
         host = self._host(tape.batch, "trainer_backward", None, gradients)
+        host.row_starts = np.searchsorted(tape.rows, tape.batch.starts).astype(np.int32)
         head = self.definition.head
         self.evidence.ran("logprob", host.case, self.composition.head.implementation, len(tape.targets))
         d_rows = self.composition.head.backward(head, tape.hidden, tape.targets, tape.temperature, coefficient, host)

@@ -22,7 +22,7 @@ from rlkernel.reference.digest import rows_digest
 from rlkernel.reference.lookup import primitive
 from rlkernel.reference.primitives import LN2, LOG2E
 from rlkernel.reference.reductions import matmul, tree
-from rlkernel.reference.regions import Array, ReferenceOp, array, continued, output
+from rlkernel.reference.regions import Array, ReferenceOp, array, continued, output, whole_steps
 
 Tensor = torch.Tensor
 Unary = Callable[[Tensor], Tensor]
@@ -159,7 +159,9 @@ class ReferenceLinearLogprob(ReferenceOp):
         dz = output(points, mul(sub(hot, p), c[:, None].expand_as(z)))
         wgrad, name = self.entry(host, "lm_head.wgrad"), region.weights[0]
         running = self.interpreter.tensor(self.grad(host, name))
-        self.grad(host, name)[:] = array(continued(wgrad, dz, rows, running))
+        starts = [0, len(rows)] if host.row_starts is None else host.row_starts
+        steps = [whole_steps(wgrad, starts, matrix) for matrix in (dz, rows)]
+        self.grad(host, name)[:] = array(continued(wgrad, *steps, running))
         dgrad = self.entry(host, "lm_head")
         weight = self.interpreter.weight(host, name)
         return array(output(dgrad, matmul(dgrad, *_shard_padded(dgrad, dz, weight))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,20 @@ def output(points: SixPoints, value: Tensor) -> Tensor:
     """Narrow to the output's dtype where the entry says so."""
     to = points.rounds("output")
     return value if to is None else cast(value, to)
+
+
+def whole_steps(points: SixPoints, starts: Any, rows: Tensor) -> Tensor:
+    """Rows [T, W] of sequences at ``starts`` [S+1], each filled up with zero rows to whole steps of the entry's chain.
+
+    So a sample's tokens meet in the same steps whatever lies before them: micro-batches cannot change a bit.
+    """
+    step = points.split.step
+    if step == 1:
+        return rows
+    parts = []
+    for first, last in pairwise(int(s) for s in starts):
+        parts += [rows[first:last], rows.new_zeros((-(last - first) % step, rows.shape[1]))]
+    return torch.cat(parts) if parts else rows
 
 
 def continued(points: SixPoints, dy: Tensor, x: Tensor, running: Tensor) -> Tensor:
@@ -186,7 +201,8 @@ class ReferenceLinear(ReferenceOp):
         flat = [self.interpreter.tensor(matrix(g)) for g in grads]
         for name, dy in zip(names, flat, strict=True):
             running = self.interpreter.tensor(self.grad(host, name))
-            self.grad(host, name)[:] = array(continued(wgrad, dy, saved, running))
+            steps = [whole_steps(wgrad, host.batch.starts, rows) for rows in (dy, saved)]
+            self.grad(host, name)[:] = array(continued(wgrad, *steps, running))
         for name, dy in zip(biases, flat, strict=bool(biases)):
             self.entry(host, "qkv_proj.bias")
             start = self.interpreter.tensor(self.grad(host, name))
