@@ -123,12 +123,92 @@ def test_log_cut_at_every_byte_of_its_last_three_records(whole: tuple[Path, str]
 
 def test_log_cut_anywhere_else(whole: tuple[Path, str], tmp_path: Path) -> None:
     records = RunView.open(whole[0]).records
-    for seq in range(0, len(records), 17):
+    for seq in range(1, len(records), 17):
         path = tmp_path / f"cut-{seq}"
         shutil.copytree(whole[0], path)
         os.truncate(path / "timeline.jsonl", records[seq].end - 3)
         assert TinyRun(path).run() == whole[1]
     assert diff_runs(whole[0], path) is None
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a run but its lock."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("left", [0, 40])
+@pytest.mark.parametrize("only", ["", "arrays.zarr", "checkpoints", "steps.jsonl", "provenance.jsonl"])
+def test_an_emptied_log_beside_a_run_is_refused_and_nothing_deleted(
+    whole: tuple[Path, str], tmp_path: Path, left: int, only: str
+) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    for name in ("arrays.zarr", "checkpoints", "steps.jsonl", "provenance.jsonl"):
+        if only and name != only:
+            remove = shutil.rmtree if (path / name).is_dir() else os.unlink
+            remove(path / name)
+    os.truncate(path / "timeline.jsonl", left)
+    before = contents(path)
+    with pytest.raises(
+        InvariantViolation, match=r"holds no event, but .* are there: .* Nothing was changed"
+    ) as refused:
+        TinyRun(path).run()
+    assert only not in ("arrays.zarr", "") or "the arrays of steps 0, 1, 2" in str(refused.value)
+    assert contents(path) == before
+    assert any("holds no event" in problem for problem in verify_run(path).problems)
+
+
+def test_an_empty_log_with_nothing_beside_it_is_a_run_that_never_began(whole: tuple[Path, str], tmp_path: Path) -> None:
+    RunDirectory.create(path := tmp_path / "run", "name: tiny\n").close()
+    assert (path / "timeline.jsonl").stat().st_size == 0 and verify_run(path).ok
+    (path / "report.html").write_text("stopped before it began")
+    assert TinyRun(path).run() == whole[1]
+
+
+def test_what_no_crash_leaves_behind_a_cut_log_is_kept_and_named(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    os.truncate(path / "timeline.jsonl", RunView.open(path).records[1].end)
+    odd = "the arrays of steps 0, 1, 2, the checkpoint of step 1 are stored, but the log ends before these steps"
+    assert any(problem.startswith(odd) for problem in verify_run(path).problems)
+    before = contents(path)
+    with RunDirectory.open_for_resume(path) as directory:
+        (said,) = directory.set_aside
+    assert said.startswith(odd) and str(path / "set-aside" / "1") in said
+    kept = contents(path / "set-aside" / "1")
+    assert kept == {name: before[name] for name in before if name.startswith(("arrays.zarr/step-", "checkpoints/"))}
+    assert TinyRun(path).run() == whole[1] and verify_run(path).ok
+
+
+def test_what_a_crash_can_leave_is_no_sign_of_a_cut_log(whole: tuple[Path, str], tmp_path: Path) -> None:
+    records = RunView.open(whole[0]).records
+    for kind in (ArraysWritten, CheckpointWritten):
+        path = tmp_path / kind.type
+        shutil.copytree(whole[0], path)
+        step = [r for r in records if isinstance(r.event, kind)][-1]
+        os.truncate(path / "timeline.jsonl", step.end - 5)  # stored, and the announcement lost
+        later = [n for n in (0, 1, 2) if n > step.event.step]  # type: ignore[attr-defined]
+        for number in later:
+            shutil.rmtree(path / "arrays.zarr" / f"step-{number:06d}")
+        problems = verify_run(path).problems
+        assert len(problems) == 1 and "incomplete or garbled" in problems[0]
+        with RunDirectory.open_for_resume(path) as directory:
+            assert directory.set_aside == ()
+
+
+def test_folders_of_other_names_are_left_alone_and_named(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, ArraysWritten)
+    odd = ["step-x", "step-1", "step-\u0663\u0663\u0663\u0663\u0663\u0663", "notes"]
+    for name in odd:
+        (path / "arrays.zarr" / name).mkdir()
+        (path / "checkpoints" / name).mkdir()
+    assert TinyRun(path).run() == whole[1]
+    problems = "\n".join(verify_run(path).problems)
+    shutil.rmtree(path / "checkpoints")
+    assert any("manifest.json cannot be read" in problem for problem in verify_run(path).problems)
+    for name in odd:
+        assert f"{name} in {path / 'arrays.zarr'} is no step's" in problems
+        assert f"{name} in {path / 'checkpoints'} is no step's" in problems
 
 
 def cut_after(path: Path, kind: type) -> None:

@@ -238,7 +238,7 @@ def read_pipeline_contract(pipeline: str, overrides: tuple[str, ...] = ()) -> Co
 def read_contract_of(name: str) -> Contract:
     """The contract of a pipeline, a run directory or an exported file. Raises InputError or ContractError."""
     from rlkernel.contract.serial import SECTIONS, contract_from_json, read_contract
-    from vime.store.run_directory import CONTRACT_NAME
+    from vime.store.names import CONTRACT_NAME
 
     path = Path(name)
     if path.suffix in PIPELINE_SUFFIXES:

@@ -13,7 +13,7 @@ from vime.cli.options import json_option
 from vime.errors import InputError
 
 if TYPE_CHECKING:
-    from vime.store.run_directory import RunView
+    from vime.store.run_view import RunView
     from vime.timeline.sample_events import SampleFinished
     from vime.types import SampleId, VersionRun
 
@@ -22,7 +22,7 @@ run_argument = click.argument("run_directory", type=click.Path(file_okay=False),
 
 def read_run(run_directory: str) -> RunView:
     """A run as a reader sees it. Raises InputError if the folder holds none."""
-    from vime.store.run_directory import RunView
+    from vime.store.run_view import RunView
 
     view = RunView.open(Path(run_directory))
     if view.content.tail is not None:

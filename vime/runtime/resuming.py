@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,10 @@ def refuse_other_identities(
                 )
 
 
-def say_what_was_found(path: Path, resumption: Resumption) -> None:
-    """Name on stderr whatever was damaged, and from where the run goes on in consequence."""
+def say_what_was_found(path: Path, resumption: Resumption, set_aside: Sequence[str] = ()) -> None:
+    """Name on stderr whatever was damaged or put aside, and from where the run goes on in consequence."""
+    for sentence in set_aside:
+        print(f"vime: {path}: {sentence}", file=sys.stderr)
     if resumption.tail is not None:
         print(f"vime: {path}: {resumption.tail.sentence()}; it was cut off", file=sys.stderr)
     for sentence in resumption.rejected:

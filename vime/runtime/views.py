@@ -13,7 +13,8 @@ from vime.report.html import render_html
 from vime.report.summary import RunSummary, Status
 from vime.runtime.assembly import Sides
 from vime.runtime.identities import described_deployments
-from vime.store.run_directory import CONTRACT_NAME, EVIDENCE_NAME, RunDirectory
+from vime.store.names import CONTRACT_NAME, EVIDENCE_NAME
+from vime.store.run_directory import RunDirectory
 
 
 def identities_of(directory: RunDirectory) -> dict[str, dict[str, str]]:

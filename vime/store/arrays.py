@@ -24,6 +24,7 @@ from zarr.storage import LocalStore
 from vime.errors import InputError, InvariantViolation
 from vime.store.digests import array_digest
 from vime.store.files import disk_errors, fsync_tree, publish_folder, retire_folder
+from vime.store.names import step_folder, step_of
 
 DTYPES = ("float32", "float64", "uint64", "uint32", "int64", "int32", "uint8", "bool")
 CHUNK_ELEMENTS = 1 << 20
@@ -41,11 +42,6 @@ class WrittenArrays:
 def describe_array(array: NDArray[Any]) -> dict[str, Any]:
     """Digest, dtype and shape as announced."""
     return {"digest": array_digest(array), "dtype": array.dtype.name, "shape": list(array.shape)}
-
-
-def group_name(step: int) -> str:
-    """``step-000012``: the folder of a step."""
-    return f"step-{step:06d}"
 
 
 class ArrayStore:
@@ -76,14 +72,14 @@ class ArrayStore:
             if array.dtype.name not in DTYPES:
                 raise InputError(f"step {step}: array {name!r} has dtype {array.dtype}; stored are {', '.join(DTYPES)}")
         facts = {name: describe_array(array) for name, array in arrays.items()}
-        staged = self.staging / f"arrays-{group_name(step)}"
+        staged = self.staging / f"arrays-{step_folder(step)}"
         with disk_errors(f"the arrays of step {step} to {self.root}"):
             try:
                 shutil.rmtree(staged, ignore_errors=True)
                 group = zarr.create_group(store=LocalStore(staged), zarr_format=3, attributes={"step": step})
                 for name in sorted(arrays):
                     _write_array(group, name, arrays[name], {**facts[name], "observed": name in observed})
-                publish_folder(staged, self.root / group_name(step))
+                publish_folder(staged, self.root / step_folder(step))
             except OSError:
                 shutil.rmtree(staged, ignore_errors=True)
                 raise
@@ -97,7 +93,7 @@ class ArrayStore:
 
         Raises InvariantViolation naming step and array for anything missing, additional or changed.
         """
-        folder = self.root / group_name(step)
+        folder = self.root / step_folder(step)
         if not folder.is_dir():
             raise InvariantViolation(f"step {step}: its arrays were announced, but {folder} does not exist")
         present = {entry.name for entry in folder.iterdir() if entry.is_dir()}
@@ -107,13 +103,13 @@ class ArrayStore:
 
     def read_array(self, step: int, name: str, announced: Mapping[str, Any] | None) -> NDArray[Any]:
         """One verified array; ``announced`` is None for an observed one. Raises as :meth:`read`."""
-        if not (self.root / group_name(step) / name).is_dir():
-            raise InvariantViolation(f"step {step}: array {name!r} does not exist in {self.root / group_name(step)}")
+        if not (self.root / step_folder(step) / name).is_dir():
+            raise InvariantViolation(f"step {step}: array {name!r} does not exist in {self.root / step_folder(step)}")
         return self._read_one(step, name, announced)
 
     def _read_one(self, step: int, name: str, announced: Mapping[str, Any] | None) -> NDArray[Any]:
         where = f"step {step}, array {name!r}"
-        folder = self.root / group_name(step) / name
+        folder = self.root / step_folder(step) / name
         try:
             array = zarr.open_array(store=LocalStore(folder, read_only=True), mode="r", zarr_format=3)
             facts: Any = array.attrs[_ATTRIBUTE]
@@ -138,15 +134,15 @@ class ArrayStore:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, announced or not, ascending."""
-        numbers = [entry.name.removeprefix("step-") for entry in self.root.iterdir() if entry.name.startswith("step-")]
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        found = (step_of(entry.name) for entry in self.root.iterdir())
+        return sorted(step for step in found if step is not None)
 
     def remove_orphans(self, announced: Collection[int]) -> list[int]:
         """Delete groups that no event announced; returns their steps."""
         orphans = [step for step in self.steps() if step not in announced]
         for step in orphans:
             with disk_errors(f"{self.root} (removing the arrays of step {step}, which were not announced)"):
-                retire_folder(self.root / group_name(step), self.staging)
+                retire_folder(self.root / step_folder(step), self.staging)
         return orphans
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from vime.errors import InputError
 from vime.store.files import disk_errors, file_sha256, publish_folder, retire_folder
+from vime.store.names import step_folder, step_of
 from vime.timeline.log import Head
 
 MANIFEST = "manifest.json"
@@ -39,7 +40,7 @@ class CheckpointStore:
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
-        return self.root / f"step-{step:06d}"
+        return self.root / step_folder(step)
 
     def write(self, step: int, head: Head, write: Callable[[Path], Mapping[str, str]]) -> Checkpoint:
         """Let ``write(folder)`` fill a folder and return file name -> SHA-256; durable on return, in place as a whole.
@@ -98,8 +99,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending."""
-        numbers = [entry.name.removeprefix("step-") for entry in self.root.iterdir() if entry.name.startswith("step-")]
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        found = (step_of(entry.name) for entry in self.root.iterdir())
+        return sorted(step for step in found if step is not None)
 
     def prune(self) -> list[int]:
         """Delete all but the last ``keep``. To be called after the newest was announced; returns the deleted steps."""

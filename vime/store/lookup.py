@@ -9,7 +9,7 @@ import numpy as np
 
 from vime.errors import InputError
 from vime.store.layout import Layout
-from vime.store.run_directory import RunView
+from vime.store.run_view import RunView
 from vime.timeline.events import BatchAssigned, SampleFinished, VersionPublished
 from vime.timeline.log import Record
 from vime.types import SampleId

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,29 +21,41 @@ from vime.store.arrays import ArrayStore, describe_array
 from vime.store.checkpoints import Checkpoint, CheckpointStore
 from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
 from vime.store.lock import RunLock
+from vime.store.names import (
+    ARRAYS_NAME,
+    CHECKPOINTS_NAME,
+    CONTRACT_NAME,
+    EVIDENCE_NAME,
+    PIPELINE_NAME,
+    REPORT_NAME,
+    STAGING_NAME,
+)
 from vime.store.provenance import PROVENANCE_NAME, ProvenanceWriter, rebuild_provenance
+from vime.store.remains import left_without_log, set_aside, stored_steps, unexplained
+from vime.store.run_view import RunView
 from vime.store.steps import STEPS_NAME, StepsWriter, rebuild_steps
 from vime.timeline.events import ArraysWritten, CheckpointWritten
 from vime.timeline.log import LogContent, Record, read_log
 from vime.timeline.manager import LOG_NAME, Resumption, Timeline
 
-PIPELINE_NAME = "pipeline.yaml"
-CONTRACT_NAME = "contract.json"
-EVIDENCE_NAME = "evidence.json"
-REPORT_NAME = "report.html"
-ARRAYS_NAME = "arrays.zarr"
-CHECKPOINTS_NAME = "checkpoints"
-_STAGING = ".staging"
 _BUILDING = ".new-"
+__all__ = ["CONTRACT_NAME", "EVIDENCE_NAME", "RunDirectory", "RunView"]
 
 
 class RunDirectory:
     """A run directory in use by this process, and the timeline in it."""
 
     def __init__(
-        self, path: Path, lock: RunLock, timeline: Timeline, arrays: ArrayStore, checkpoints: CheckpointStore
+        self,
+        path: Path,
+        lock: RunLock,
+        timeline: Timeline,
+        arrays: ArrayStore,
+        checkpoints: CheckpointStore,
+        moved: tuple[str, ...] = (),
     ) -> None:
         self.path = path
+        self.set_aside = moved
         self.timeline = timeline
         self.arrays = arrays
         self.checkpoints = checkpoints
@@ -69,9 +80,9 @@ class RunDirectory:
         lock = RunLock(building)
         with disk_errors(f"the new run directory {path}"):
             (building / CHECKPOINTS_NAME).mkdir()
-            (building / _STAGING).mkdir()
+            (building / STAGING_NAME).mkdir()
             (building / PIPELINE_NAME).write_text(pipeline)
-        ArrayStore.create(building / ARRAYS_NAME, building / _STAGING)
+        ArrayStore.create(building / ARRAYS_NAME, building / STAGING_NAME)
         Timeline.create(building).close()
         with disk_errors(f"the new run directory {path}"):
             fsync_tree(building)
@@ -94,28 +105,32 @@ class RunDirectory:
         announced, rebuild the views, and replay.
 
         What was found is in ``resumption``. Raises InputError where there is no run, or another process uses it;
-        InvariantViolation for a log that was tampered with.
+        InvariantViolation for a log that was tampered with, or that is empty beside what a run has written (nothing is
+        changed then).
         """
         path = path.absolute()
         if not (path / LOG_NAME).is_file():
             raise InputError(f"{path} holds no run ({LOG_NAME} is missing): start one with 'vime run'")
         lock = RunLock(path)
         try:
+            stored, content = stored_steps(path), read_log(path / LOG_NAME)
+            if left := left_without_log(path, stored, content):
+                raise InvariantViolation(left)
             with disk_errors(str(path)):
-                shutil.rmtree(path / _STAGING, ignore_errors=True)
-                (path / _STAGING).mkdir()
+                shutil.rmtree(path / STAGING_NAME, ignore_errors=True)
+                (path / STAGING_NAME).mkdir()
                 (path / CHECKPOINTS_NAME).mkdir(exist_ok=True)
             if not (path / ARRAYS_NAME / "zarr.json").is_file():
-                ArrayStore.create(path / ARRAYS_NAME, path / _STAGING)
-            return cls._opened(path, lock, keep_checkpoints, read_log(path / LOG_NAME))
+                ArrayStore.create(path / ARRAYS_NAME, path / STAGING_NAME)
+            return cls._opened(path, lock, keep_checkpoints, content)
         except BaseException:
             lock.close()
             raise
 
     @classmethod
     def _opened(cls, path: Path, lock: RunLock, keep: int, content: LogContent) -> RunDirectory:
-        arrays = ArrayStore(path / ARRAYS_NAME, path / _STAGING)
-        checkpoints = CheckpointStore(path / CHECKPOINTS_NAME, path / _STAGING, keep)
+        arrays = ArrayStore(path / ARRAYS_NAME, path / STAGING_NAME)
+        checkpoints = CheckpointStore(path / CHECKPOINTS_NAME, path / STAGING_NAME, keep)
 
         def problem(record: Record, event: CheckpointWritten) -> str | None:
             try:
@@ -126,11 +141,12 @@ class RunDirectory:
 
         timeline = Timeline.open_for_resume(path, problem)
         events = [record.event for record in content.records]
+        moved = set_aside(path, unexplained(stored_steps(path), content))
         arrays.remove_orphans({event.step for event in events if isinstance(event, ArraysWritten)})
         checkpoints.remove_orphans({event.step for event in events if isinstance(event, CheckpointWritten)})
         rebuild_steps(content.records, path / STEPS_NAME)
         rebuild_provenance(content.records, path / PROVENANCE_NAME)
-        return cls(path, lock, timeline, arrays, checkpoints)
+        return cls(path, lock, timeline, arrays, checkpoints, moved)
 
     @property
     def resumption(self) -> Resumption:
@@ -250,36 +266,3 @@ def _refuse_existing(path: Path) -> None:
         )
     if path.exists() and any(path.iterdir()):
         raise InputError(f"the run directory {path} is not empty; name a folder that does not exist")
-
-
-@dataclass(frozen=True)
-class RunView:
-    """A run directory as a reader sees it: the valid part of its log, and its arrays. Locks and changes nothing."""
-
-    path: Path
-    content: LogContent
-    arrays: ArrayStore
-
-    @classmethod
-    def open(cls, path: Path) -> RunView:
-        """Raises InputError where there is no run, InvariantViolation for a log that was tampered with."""
-        path = Path(path).absolute()
-        if not (path / LOG_NAME).is_file():
-            raise InputError(f"{path} holds no run: {LOG_NAME} is missing")
-        return cls(path, read_log(path / LOG_NAME), ArrayStore(path / ARRAYS_NAME, path / _STAGING))
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """All valid records."""
-        return self.content.records
-
-    def announced_arrays(self) -> dict[int, ArraysWritten]:
-        """Steps whose arrays were announced."""
-        return {r.event.step: r.event for r in self.records if isinstance(r.event, ArraysWritten)}
-
-    def step_arrays(self, step: int) -> dict[str, NDArray[Any]]:
-        """A step's arrays, verified against the log. Raises InputError for a step without arrays."""
-        announced = self.announced_arrays()
-        if step not in announced:
-            raise InputError(f"step {step} of {self.path} has no arrays; steps with arrays: {sorted(announced)}")
-        return self.arrays.read(step, announced[step].arrays)

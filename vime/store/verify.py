@@ -10,8 +10,10 @@ from typing import Any
 
 from vime.errors import InputError, InvariantViolation
 from vime.store.checkpoints import CheckpointStore
+from vime.store.names import ARRAYS_NAME, CHECKPOINTS_NAME, step_of
 from vime.store.provenance import PROVENANCE_NAME, provenance_lines
-from vime.store.run_directory import CHECKPOINTS_NAME, RunView
+from vime.store.remains import left_without_log, stored_steps, unexplained
+from vime.store.run_view import RunView
 from vime.store.steps import STEPS_NAME, step_reports
 from vime.timeline.events import CheckpointWritten, RunFinished
 from vime.timeline.invariants import check_all
@@ -39,9 +41,11 @@ class Verification:
 def verify_run(run: Path) -> Verification:
     """Verify everything in a run directory. Raises InputError where there is no run; problems are collected.
 
-    An unfinished run may be in use: its unannounced files and its views are not looked at, and a tail that is still
-    being written reads as damaged.
+    An unfinished run may be in use: of its unannounced files only those are named that no crash can leave, its views
+    are not looked at, and a tail that is still being written reads as damaged.
     """
+    run = Path(run)
+    stored = stored_steps(run)  # before the log: what is written in between is in the log
     try:
         view = RunView.open(run)
     except InvariantViolation as error:
@@ -55,6 +59,11 @@ def verify_run(run: Path) -> Verification:
     except InvariantViolation as error:
         problems.append(str(error))
     finished = any(isinstance(event, RunFinished) for event in events)
+    odd = unexplained(stored, view.content).sentence()
+    if left := left_without_log(run, stored, view.content):
+        problems.append(left)
+    elif odd and not finished:
+        problems.append(f"{odd} are stored, but the log ends before these steps: events at its end are gone")
     announced = view.announced_arrays()
     arrays = 0
     for step, event in announced.items():
@@ -64,15 +73,21 @@ def verify_run(run: Path) -> Verification:
             problems.append(str(error))
     checkpoints = _checkpoints(view, problems)
     if finished:
-        for step in view.arrays.steps():
-            if step not in announced:
-                problems.append(f"step {step}: arrays are stored that no event announced")
+        for step in sorted(stored.arrays - set(announced)):
+            problems.append(f"step {step}: arrays are stored that no event announced")
         named = {event.step for event in events if isinstance(event, CheckpointWritten)}
-        stored = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path).steps()
-        for step in sorted(set(stored) - named):
+        for step in sorted(stored.checkpoints - named):
             problems.append(f"step {step}: a checkpoint is stored that no event announced")
+        problems.extend(_odd_names(view.path / ARRAYS_NAME, ("zarr.json",)))
+        problems.extend(_odd_names(view.path / CHECKPOINTS_NAME))
         problems.extend(_views(view))
     return Verification(len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems))
+
+
+def _odd_names(folder: Path, due: tuple[str, ...] = ()) -> Iterator[str]:
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if step_of(entry.name) is None and entry.name not in due:
+            yield f"{entry.name} in {folder} is no step's: nothing of this run wrote it"
 
 
 def _checkpoints(view: RunView, problems: list[str]) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.store.layout import OBSERVED_ARRAYS, ORDER, Axis, Layout
-from vime.store.run_directory import RunView
+from vime.store.run_view import RunView
 from vime.timeline.event import Event, decode_value
 from vime.timeline.events import BatchAssigned, ContractFixed, RunStarted
 from vime.timeline.log import Record
