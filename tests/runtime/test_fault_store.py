@@ -134,6 +134,21 @@ def test_a_flipped_bit_of_a_chunk_and_a_deleted_step_are_caught(vime, whole, cop
     assert code == 1 and "step 0" in printed
 
 
+def test_arrays_of_another_step_are_caught_by_every_command(vime, whole, copy):
+    shutil.rmtree(copy / "arrays.zarr" / "step-000001" / "sampled_at")
+    shutil.copytree(
+        copy / "arrays.zarr" / "step-000000" / "sampled_at", copy / "arrays.zarr" / "step-000001" / "sampled_at"
+    )
+    for arguments in (
+        ["diff", str(whole), str(copy)],
+        ["timeline", str(copy), "--verify"],
+        ["provenance", str(copy), "--sample", "train/2/0", "--position", "22"],
+        ["resume", str(copy)],
+    ):
+        code, printed = vime.call(*arguments)
+        assert code == 1 and "step 1, array 'sampled_at': its folder says that it holds" in printed, printed
+
+
 def test_a_changed_checkpoint_is_caught(vime, copy):
     weights = copy / "checkpoints" / "step-000001"
     file = next(path for path in sorted(weights.rglob("*")) if path.suffix == ".safetensors")

@@ -48,7 +48,7 @@ def written(store: ArrayStore) -> WrittenArrays:
 
 
 def test_every_bit_comes_back(store: ArrayStore, written: WrittenArrays) -> None:
-    back = store.read(12, written.arrays)
+    back = store.read(12, written.stored)
     assert set(back) == set(some_arrays())
     for name, array in some_arrays().items():
         assert back[name].dtype == array.dtype and back[name].shape == array.shape
@@ -93,7 +93,7 @@ def test_large_arrays_have_several_chunks(store: ArrayStore, monkeypatch: pytest
 def test_deleted_chunk(store: ArrayStore, written: WrittenArrays, name: str) -> None:
     (store.root / "step-000012" / name / "c" / "0").unlink()
     with pytest.raises(InvariantViolation, match=f"step 12, array '{name}': chunk c/0 is missing"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "sampled_at", "mask"])
@@ -103,17 +103,17 @@ def test_one_flipped_bit(store: ArrayStore, written: WrittenArrays, name: str) -
     content[1] ^= 1
     path.write_bytes(content)
     with pytest.raises(InvariantViolation, match=f"step 12, array '{name}': (its digest is|unreadable)"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
 
 
 def test_truncated_chunk_and_metadata(store: ArrayStore, written: WrittenArrays) -> None:
     os.truncate(store.root / "step-000012" / "tokens" / "c" / "0", 40)
     with pytest.raises(InvariantViolation, match="array 'tokens': unreadable"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
     store.write(12, some_arrays(), observed=["sampled_at"])
     os.truncate(store.root / "step-000012" / "k" / "zarr.json", 20)
     with pytest.raises(InvariantViolation, match="array 'k': unreadable"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
 
 
 def test_changed_shape_in_the_metadata(store: ArrayStore, written: WrittenArrays) -> None:
@@ -122,18 +122,57 @@ def test_changed_shape_in_the_metadata(store: ArrayStore, written: WrittenArrays
     data["shape"] = [10]
     path.write_text(json.dumps(data))
     with pytest.raises(InvariantViolation, match=r"array 'tokens': its shape is \[10\], but \[11\] was announced"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
 
 
 def test_missing_additional_and_unannounced(store: ArrayStore, written: WrittenArrays) -> None:
     with pytest.raises(InvariantViolation, match="step 13: its arrays were announced"):
-        store.read(13, written.arrays)
-    less = {name: facts for name, facts in written.arrays.items() if name != "k"}
+        store.read(13, written.stored)
+    less = {name: facts for name, facts in written.stored.items() if name != "k"}
     with pytest.raises(InvariantViolation, match="array 'k': stored, but no event announced it"):
         store.read(12, less)
     shutil.rmtree(store.root / "step-000012" / "k")
     with pytest.raises(InvariantViolation, match=r"announced arrays \['k'\] do not exist"):
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
+
+
+def test_arrays_of_wall_times_are_those_that_were_announced(store: ArrayStore, written: WrittenArrays) -> None:
+    """What a folder says of itself counts for nothing: its arrays are those of the event, or foreign."""
+    later = {**some_arrays(), "sampled_at": np.linspace(1, 2, 11)}
+    store.write(13, later, observed=["sampled_at"])
+    own, other = (store.root / name / "sampled_at" for name in ("step-000012", "step-000013"))
+    shutil.rmtree(own)
+    shutil.copytree(other, own)
+    with pytest.raises(InvariantViolation, match=r"step 12, array 'sampled_at': its folder says that it holds float64"):
+        store.read(12, written.stored)
+    path = own / "zarr.json"
+    metadata = json.loads(path.read_text())
+    metadata["attributes"]["vime"] |= written.observed["sampled_at"]
+    path.write_text(json.dumps(metadata))  # now the folder claims to be the announced one
+    assert store.foreign(12, written.stored) is None
+    with pytest.raises(InvariantViolation, match=r"step 12, array 'sampled_at': its digest is"):
+        store.read(12, written.stored)
+
+
+def test_the_folder_of_another_step_is_foreign(store: ArrayStore, written: WrittenArrays) -> None:
+    store.write(13, some_arrays(), observed=["sampled_at"])
+    for name in ("tokens", "sampled_at"):
+        assert store.foreign(12, written.stored) is None and store.foreign(13, written.stored) is None, name
+    shutil.rmtree(store.root / "step-000012")
+    assert store.foreign(12, written.stored) is None and "does not exist" in str(store.missing(12, written.stored))
+    shutil.copytree(store.root / "step-000013", store.root / "step-000012")
+    with pytest.raises(InvariantViolation, match=r"step 12: .*step-000012 holds the arrays of step 13"):
+        store.read(12, written.stored)
+
+
+def test_what_nothing_announced_is_named(store: ArrayStore, written: WrittenArrays) -> None:
+    for name in ("note.txt", "k/c/7", "k/.hidden"):
+        stray = store.root / "step-000012" / name
+        stray.write_text("x")
+        with pytest.raises(InvariantViolation, match=rf"step 12.*{Path(name).name} in .*: nothing announced it"):
+            store.read(12, written.stored)
+        stray.unlink()
+    assert set(store.read(12, written.stored)) == set(some_arrays())
 
 
 def test_write_replaces_and_orphans_go(store: ArrayStore, written: WrittenArrays) -> None:
@@ -163,5 +202,5 @@ def test_full_disk_leaves_the_old_group(
             patch.setattr(module, target, full)
             with pytest.raises(Interrupted, match=r"arrays of step 12 .* the disk is full"):
                 store.write(12, {"tokens": np.asarray([7], np.int64)})
-        store.read(12, written.arrays)
+        store.read(12, written.stored)
         assert not list(store.staging.iterdir())

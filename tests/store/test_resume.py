@@ -15,7 +15,7 @@ from vime.errors import InputError, InvariantViolation
 from vime.store.run_directory import RunDirectory, RunView
 from vime.store.verify import verify_run
 from vime.timeline.diff import diff_runs
-from vime.timeline.events import ArraysWritten, CheckpointWritten, RunResumed
+from vime.timeline.events import ArraysRestored, ArraysWritten, CheckpointWritten, RunFinished, RunResumed
 
 
 class Killed(BaseException):
@@ -172,7 +172,7 @@ def test_what_no_crash_leaves_behind_a_cut_log_is_kept_and_named(whole: tuple[Pa
     assert any(problem.startswith(odd) for problem in verify_run(path).problems)
     before = contents(path)
     with RunDirectory.open_for_resume(path) as directory:
-        (said,) = directory.set_aside
+        (said,) = directory.found
     assert said.startswith(odd) and str(path / "set-aside" / "1") in said
     kept = contents(path / "set-aside" / "1")
     assert kept == {name: before[name] for name in before if name.startswith(("arrays.zarr/step-", "checkpoints/"))}
@@ -192,7 +192,7 @@ def test_what_a_crash_can_leave_is_no_sign_of_a_cut_log(whole: tuple[Path, str],
         problems = verify_run(path).problems
         assert len(problems) == 1 and "incomplete or garbled" in problems[0]
         with RunDirectory.open_for_resume(path) as directory:
-            assert directory.set_aside == ()
+            assert directory.found == ()
 
 
 def test_folders_of_other_names_are_left_alone_and_named(whole: tuple[Path, str], tmp_path: Path) -> None:
@@ -261,6 +261,46 @@ def test_arrays_lost_after_their_announcement_are_made_again(whole: tuple[Path, 
     assert TinyRun(path).run() == whole[1]
     assert verify_run(path).ok
 
+    again = [r.event for r in RunView.open(path).records if isinstance(r.event, ArraysRestored)]
+    assert [event.step for event in again] == [2]
+    # the log was told what the clock showed this time: the first announcement's wall times are another run's now
+    view = RunView.open(path)
+    first = next(r.event for r in view.records if isinstance(r.event, ArraysWritten) and r.event.step == 2)
+    assert "array 'sampled_at'" in str(view.arrays.foreign(2, first.stored))
+    assert view.step_arrays(2)["sampled_at"].shape == view.step_arrays(2)["tokens"].shape
+
+
+@pytest.mark.parametrize("event", [RunFinished, ArraysWritten])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("origin", ["another run", "another step", "another run's wall times"])
+def test_foreign_arrays_are_refused_by_resume_and_verify(
+    whole: tuple[Path, str], tmp_path: Path, event: type, step: int, origin: str
+) -> None:
+    """Whether the step is done, or is about to be made again after the checkpoint of step 1."""
+    TinyRun(other := tmp_path / "other", salt=origin == "another run").run()
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, event)
+    folder = f"arrays.zarr/step-{step:06d}"
+    if origin == "another run's wall times":
+        folder += "/sampled_at"
+    source = other / folder if origin != "another step" else path / "arrays.zarr" / "step-000001"
+    shutil.rmtree(path / folder)
+    shutil.copytree(source, path / folder)
+    assert any(f"step {step}" in problem for problem in verify_run(path).problems)
+    if origin == "another run's wall times" and event is ArraysWritten and step == 2:
+        assert TinyRun(path).run() == whole[1]  # a crash may leave this: written again, and announced
+        assert verify_run(path).ok
+        return
+    before = contents(path / "arrays.zarr")
+    with pytest.raises(InvariantViolation, match=rf"step {step}.*(another step or run|of step 1)\. Nothing was comp"):
+        TinyRun(path).run()
+    assert contents(path / "arrays.zarr") == before
+    shutil.rmtree(path / "arrays.zarr" / f"step-{step:06d}")
+    with RunDirectory.open_for_resume(path) as directory:
+        gone = [f"step {step}: its arrays were announced"] * (event is RunFinished or step == 0)
+        assert [said[: len(due)] for said, due in zip(directory.found, gone, strict=True)] == gone
+    assert TinyRun(path).run() == whole[1]
+
 
 def test_replay_that_computes_something_else_is_refused(whole: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(whole[0], path := tmp_path / "run")
@@ -268,7 +308,9 @@ def test_replay_that_computes_something_else_is_refused(whole: tuple[Path, str],
     size = (path / "timeline.jsonl").stat().st_size
     with pytest.raises(InvariantViolation, match=r"differs from its log at event \d+ \(sample_finished"):
         TinyRun(path, salt=1).run()
-    assert TinyRun(path).run() == whole[1]  # nothing of the wrong execution was written
+    verified = verify_run(path).problems  # nothing of the wrong execution was written, its arrays included
+    assert verified == (), verified
+    assert TinyRun(path).run() == whole[1]
     assert (path / "timeline.jsonl").stat().st_size > size
 
 

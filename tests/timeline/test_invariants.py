@@ -11,6 +11,7 @@ from tests.timeline.building import A, B, C, compared, generated, history, repor
 from vime.errors import InvariantViolation
 from vime.timeline.event import Event
 from vime.timeline.events import (
+    ArraysRestored,
     ArraysWritten,
     BatchAssigned,
     CheckpointWritten,
@@ -346,6 +347,8 @@ def test_end_of_a_step() -> None:
     refused([*ASSIGNED, compared(), ARRAYS, trained(), reported()], "were not published")
     refused([*TRAINED, reported(mismatch_count=1)], "the report says mismatch_count 1, the comparison 0")
     refused([*TRAINED, StepFinished(step=0, report={"step": 0})], "the report says num_tokens None")
+    refused([*ASSIGNED, ArraysRestored(step=0)], "no arrays of step 0 were announced")
+    check_all([*FINISHED, ArraysRestored(step=0)])
     left = [e for e in TRAINED if not isinstance(e, SampleDropped)]
     refused([*left, reported()], "1 samples are neither assigned nor dropped: train/1/0")
     allowed: list[Event] = [

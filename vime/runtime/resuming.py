@@ -64,9 +64,9 @@ def refuse_other_identities(
                 )
 
 
-def say_what_was_found(path: Path, resumption: Resumption, set_aside: Sequence[str] = ()) -> None:
-    """Name on stderr whatever was damaged or put aside, and from where the run goes on in consequence."""
-    for sentence in set_aside:
+def say_what_was_found(path: Path, resumption: Resumption, found: Sequence[str] = ()) -> None:
+    """Name on stderr whatever was damaged, gone or put aside, and from where the run goes on in consequence."""
+    for sentence in found:
         print(f"vime: {path}: {sentence}", file=sys.stderr)
     if resumption.tail is not None:
         print(f"vime: {path}: {resumption.tail.sentence()}; it was cut off", file=sys.stderr)

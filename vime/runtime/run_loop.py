@@ -97,7 +97,7 @@ class _Run:
         """Set up, do all steps, close."""
         resumption = self.directory.resumption
         refuse_other_pipeline(self.directory.path, resumption, self.pipeline)
-        say_what_was_found(self.directory.path, resumption, self.directory.set_aside)
+        say_what_was_found(self.directory.path, resumption, self.directory.found)
         self._recall()
         if resumption.finished:
             rewrite_report(self.directory, self.prepared, self.reports, self.evaluations)

@@ -29,14 +29,22 @@ from vime.store.names import step_folder, step_of
 DTYPES = ("float32", "float64", "uint64", "uint32", "int64", "int32", "uint8", "bool")
 CHUNK_ELEMENTS = 1 << 20
 _ATTRIBUTE = "vime"
+_METADATA = "zarr.json"
+_FACTS = ("dtype", "shape", "digest")
 
 
 @dataclass(frozen=True)
 class WrittenArrays:
-    """What ``arrays_written`` announces: name -> {digest, dtype, shape}; ``observed`` apart, as nothing compares it."""
+    """What ``arrays_written`` announces: name -> {digest, dtype, shape}; ``observed`` apart, as nothing compares it
+    between runs."""
 
     arrays: dict[str, dict[str, Any]]
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, dict[str, Any]]:
+        """Both."""
+        return {**self.arrays, **self.observed}
 
 
 def describe_array(array: NDArray[Any]) -> dict[str, Any]:
@@ -62,7 +70,7 @@ class ArrayStore:
     def write(self, step: int, arrays: Mapping[str, NDArray[Any]], observed: Collection[str] = ()) -> WrittenArrays:
         """Write a step's group, replacing one that is there; durable on return.
 
-        ``observed`` names arrays of wall times and the like: stored and verified, but not announced for comparison.
+        ``observed`` names arrays of wall times and the like: announced and verified, but never compared between runs.
         Data of variable length is flat, with offsets in an array of its own. Raises InputError for a dtype
         outside ``DTYPES`` or an unknown observed name; Interrupted when the disk refuses.
         """
@@ -89,47 +97,72 @@ class ArrayStore:
         )
 
     def read(self, step: int, announced: Mapping[str, Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-        """All arrays of a step, each verified against what was announced (observed ones against the group's own facts).
+        """All arrays of a step, each verified against what an event announced, arrays of wall times included.
 
         Raises InvariantViolation naming step and array for anything missing, additional or changed.
         """
+        if found := self.missing(step, announced) or self.foreign(step, announced):
+            raise InvariantViolation(found)
+        folder = self.root / step_folder(step)
+        if additional := sorted(entry.name for entry in folder.iterdir() if entry.name not in {*announced, _METADATA}):
+            raise InvariantViolation(f"step {step}: {', '.join(additional)} in {folder}: nothing announced it")
+        return {name: self._read_one(step, name, announced[name]) for name in sorted(announced)}
+
+    def missing(self, step: int, announced: Collection[str]) -> str | None:
+        """A sentence where a step's folder, or an array in it, does not exist; None else."""
         folder = self.root / step_folder(step)
         if not folder.is_dir():
-            raise InvariantViolation(f"step {step}: its arrays were announced, but {folder} does not exist")
-        present = {entry.name for entry in folder.iterdir() if entry.is_dir()}
-        if missing := sorted(set(announced) - present):
-            raise InvariantViolation(f"step {step}: the announced arrays {missing} do not exist in {folder}")
-        return {name: self._read_one(step, name, announced.get(name)) for name in sorted(present)}
+            return f"step {step}: its arrays were announced, but {folder} does not exist"
+        if missing := [name for name in sorted(announced) if not (folder / name).is_dir()]:
+            return f"step {step}: the announced arrays {missing} do not exist in {folder}"
+        return None
 
-    def read_array(self, step: int, name: str, announced: Mapping[str, Any] | None) -> NDArray[Any]:
-        """One verified array; ``announced`` is None for an observed one. Raises as :meth:`read`."""
-        if not (self.root / step_folder(step) / name).is_dir():
-            raise InvariantViolation(f"step {step}: array {name!r} does not exist in {self.root / step_folder(step)}")
-        return self._read_one(step, name, announced)
+    def foreign(
+        self, step: int, announced: Mapping[str, Mapping[str, Any]], renewed: Collection[str] = ()
+    ) -> str | None:
+        """What says that a step's folder is that of another step or run, without reading a value; None: nothing.
 
-    def _read_one(self, step: int, name: str, announced: Mapping[str, Any] | None) -> NDArray[Any]:
+        A folder that is missing or damaged is not foreign: :meth:`read` finds that. Arrays named in ``renewed`` may be
+        others than the announced ones: a crash can come between their second writing and its announcement.
+        """
+        folder = self.root / step_folder(step)
+        if not folder.is_dir():
+            return None
+        found = _attributes(folder).get("step")
+        if isinstance(found, int) and found != step:
+            return f"step {step}: {folder} holds the arrays of step {found}"
+        for name in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
+            if name not in announced:
+                return f"step {step}, array {name!r}: stored, but no event announced it"
+            written, due = _attributes(folder / name).get(_ATTRIBUTE), announced[name]
+            if name not in renewed and isinstance(written, dict) and _differ(written, due):
+                return (
+                    f"step {step}, array {name!r}: its folder says that it holds {_shown(written)}, but {_shown(due)} "
+                    "was announced: these are the arrays of another step or run"
+                )
+        return None
+
+    def _read_one(self, step: int, name: str, announced: Mapping[str, Any]) -> NDArray[Any]:
         where = f"step {step}, array {name!r}"
         folder = self.root / step_folder(step) / name
         try:
             array = zarr.open_array(store=LocalStore(folder, read_only=True), mode="r", zarr_format=3)
-            facts: Any = array.attrs[_ATTRIBUTE]
-            if announced is None:
-                if facts.get("observed") is not True:
-                    raise InvariantViolation(f"{where}: stored, but no event announced it")
-                announced = facts
-            for chunk in _chunks(array.shape, array.chunks):
+            chunks = _chunks(array.shape, array.chunks)
+            for chunk in chunks:
                 if not (folder / chunk).is_file():
                     raise InvariantViolation(f"{where}: chunk {chunk} is missing (it would read as zeros)")
+            files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+            if additional := sorted(files - {_METADATA, *chunks}):
+                raise InvariantViolation(f"{where}: {', '.join(additional)} in {folder}: nothing announced it")
             values = np.asarray(array[...])
         except InvariantViolation:
             raise
         except Exception as error:  # zarr raises errors of many families for damaged metadata and short chunks
             raise InvariantViolation(f"{where}: unreadable ({type(error).__name__}: {error})") from error
         found = describe_array(values)
-        for key in ("dtype", "shape", "digest"):
-            due = list(announced[key]) if key == "shape" else announced[key]
-            if found[key] != due:
-                raise InvariantViolation(f"{where}: its {key} is {found[key]}, but {due} was announced")
+        for key in _differ(found, announced):
+            due_fact = list(announced[key]) if key == "shape" else announced[key]
+            raise InvariantViolation(f"{where}: its {key} is {found[key]}, but {due_fact} was announced")
         return values
 
     def steps(self) -> list[int]:
@@ -178,10 +211,23 @@ def _chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> list[str]:
     return [os.path.join("c", *(str(i) for i in index)) for index in np.ndindex(*counts)] if counts else ["c"]
 
 
-def stored_step(folder: Path) -> int | None:
-    """The step that a group says it belongs to; None where its metadata cannot be read."""
+def _attributes(folder: Path) -> Mapping[str, Any]:
+    """Attributes of a group or array; none where its metadata cannot be read."""
     try:
-        step = json.loads((folder / "zarr.json").read_text())["attributes"]["step"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return int(step)
+        found = json.loads((folder / _METADATA).read_text())["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _differ(found: Mapping[str, Any], due: Mapping[str, Any]) -> list[str]:
+    """The facts that differ; a shape may be a list or a tuple."""
+    return [key for key in _FACTS if _plain(found.get(key)) != _plain(due.get(key))]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _shown(facts: Mapping[str, Any]) -> str:
+    return f"{facts.get('dtype')}{list(facts.get('shape', ()))} with the digest {str(facts.get('digest'))[:16]}..."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,9 +32,9 @@ from vime.store.names import (
 )
 from vime.store.provenance import PROVENANCE_NAME, ProvenanceWriter, rebuild_provenance
 from vime.store.remains import left_without_log, set_aside, stored_steps, unexplained
-from vime.store.run_view import RunView
+from vime.store.run_view import RunView, announced_arrays, restored
 from vime.store.steps import STEPS_NAME, StepsWriter, rebuild_steps
-from vime.timeline.events import ArraysWritten, CheckpointWritten
+from vime.timeline.events import ArraysRestored, ArraysWritten, CheckpointWritten
 from vime.timeline.log import LogContent, Record, read_log
 from vime.timeline.manager import LOG_NAME, Resumption, Timeline
 
@@ -43,7 +43,10 @@ __all__ = ["CONTRACT_NAME", "EVIDENCE_NAME", "RunDirectory", "RunView"]
 
 
 class RunDirectory:
-    """A run directory in use by this process, and the timeline in it."""
+    """A run directory in use by this process, and the timeline in it.
+
+    ``found`` says in sentences what was not as a run leaves it when it was opened.
+    """
 
     def __init__(
         self,
@@ -52,10 +55,12 @@ class RunDirectory:
         timeline: Timeline,
         arrays: ArrayStore,
         checkpoints: CheckpointStore,
-        moved: tuple[str, ...] = (),
+        announced: dict[int, ArraysWritten],
+        found: Sequence[str] = (),
     ) -> None:
         self.path = path
-        self.set_aside = moved
+        self.found = tuple(found)
+        self._announced = announced
         self.timeline = timeline
         self.arrays = arrays
         self.checkpoints = checkpoints
@@ -141,12 +146,19 @@ class RunDirectory:
 
         timeline = Timeline.open_for_resume(path, problem)
         events = [record.event for record in content.records]
-        moved = set_aside(path, unexplained(stored_steps(path), content))
-        arrays.remove_orphans({event.step for event in events if isinstance(event, ArraysWritten)})
+        announced = announced_arrays(events)
+        found = [*set_aside(path, unexplained(stored_steps(path), content))]
+        assert timeline.resumption is not None
+        try:
+            found += _lost_arrays(arrays, announced, timeline.resumption)
+        except InvariantViolation:
+            timeline.close()
+            raise
+        arrays.remove_orphans(announced)
         checkpoints.remove_orphans({event.step for event in events if isinstance(event, CheckpointWritten)})
         rebuild_steps(content.records, path / STEPS_NAME)
         rebuild_provenance(content.records, path / PROVENANCE_NAME)
-        return cls(path, lock, timeline, arrays, checkpoints, moved)
+        return cls(path, lock, timeline, arrays, checkpoints, announced, found)
 
     @property
     def resumption(self) -> Resumption:
@@ -173,35 +185,32 @@ class RunDirectory:
     def write_arrays(
         self, step: int, arrays: Mapping[str, NDArray[Any]], observed: Collection[str] = ()
     ) -> ArraysWritten:
-        """Store a step's arrays, then announce them. A replay keeps a group that is the announced one."""
-        logged = self.timeline.logged_arrays(step)
-        if logged is not None and self._stored_as(logged, arrays, observed):
-            return self.timeline.append(ArraysWritten(step=step, arrays=logged.arrays))
-        written = self.arrays.write(step, arrays, observed)
-        return self.timeline.append(
-            ArraysWritten(step=step, arrays=written.arrays, observed={"arrays": written.observed})
-        )
+        """Store a step's arrays, then announce them.
 
-    def _stored_as(self, logged: ArraysWritten, arrays: Mapping[str, Any], observed: Collection[str]) -> bool:
-        for name, array in arrays.items():
-            if name in observed:
-                continue
-            facts = describe_array(array)
-            due = logged.arrays.get(name)
-            if due is None or facts["digest"] != due["digest"]:
-                return False
+        A replay compares them with what the log announced before it touches a file. It keeps a folder that is the
+        announced one; one that is gone or damaged is written again, with other wall times, which the log is told.
+        """
+        if self.timeline.logged_arrays(step) is None:
+            written = self.arrays.write(step, arrays, observed)
+            event = ArraysWritten(step=step, arrays=written.arrays, observed={"arrays": written.observed})
+            self._announced[step] = self.timeline.append(event)
+            return self._announced[step]
+        facts = {name: describe_array(array) for name, array in arrays.items() if name not in observed}
+        event = self.timeline.append(ArraysWritten(step=step, arrays=facts))
         try:
-            stored = self.arrays.read(logged.step, logged.arrays)
+            self.arrays.read(step, self._announced[step].stored)
         except InvariantViolation:
-            return False  # damaged or gone: written again, and compared with the event when it is announced
-        return set(stored) == set(arrays)
+            again = self.arrays.write(step, arrays, observed)
+            told = self.timeline.append(ArraysRestored(step=step, observed={"arrays": again.observed}))
+            self._announced[step] = restored(event, told)
+        return self._announced[step]
 
     def step_arrays(self, step: int) -> dict[str, NDArray[Any]]:
         """A step's arrays, verified. Raises InputError for a step without arrays."""
         known = self.timeline.state.steps.get(step)
         if known is None or known.arrays is None:
             raise InputError(f"step {step} has no arrays; the timeline has {sorted(self.timeline.state.steps)}")
-        return self.arrays.read(step, known.arrays.arrays)
+        return self.arrays.read(step, self._announced[step].stored)
 
     def write_checkpoint(self, step: int, write: Callable[[Path], Mapping[str, str]]) -> CheckpointWritten:
         """Let ``write(folder)`` store everything that the next step depends on, announce it, delete the oldest.
@@ -240,6 +249,22 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lost_arrays(arrays: ArrayStore, announced: Mapping[int, ArraysWritten], resumption: Resumption) -> Iterator[str]:
+    """What is gone of the arrays of steps that are not made again.
+
+    Raises InvariantViolation for a folder that is that of another step or run.
+    """
+    for step, event in announced.items():
+        checkpoint = resumption.checkpoint_step
+        again = not resumption.finished and (checkpoint is None or step > checkpoint)
+        if odd := arrays.foreign(step, event.stored, renewed=event.observed.get("arrays", {}) if again else ()):
+            raise InvariantViolation(
+                f"{odd}. Nothing was computed; put this run's own folder back, or remove it: the run can go on without"
+            )
+        if not again and (gone := arrays.missing(step, event.stored)):
+            yield f"{gone}; the run goes on without them"
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,26 @@ from numpy.typing import NDArray
 from vime.errors import InputError
 from vime.store.arrays import ArrayStore
 from vime.store.names import ARRAYS_NAME, STAGING_NAME
-from vime.timeline.events import ArraysWritten
+from vime.timeline.event import Event
+from vime.timeline.events import ArraysRestored, ArraysWritten
 from vime.timeline.log import LogContent, Record, read_log
 from vime.timeline.manager import LOG_NAME
+
+
+def announced_arrays(events: Iterable[Event]) -> dict[int, ArraysWritten]:
+    """Announcements by step, with the arrays of wall times as they were written last."""
+    found: dict[int, ArraysWritten] = {}
+    for event in events:
+        if isinstance(event, ArraysWritten):
+            found[event.step] = event
+        elif isinstance(event, ArraysRestored) and event.step in found:
+            found[event.step] = restored(found[event.step], event)
+    return found
+
+
+def restored(announced: ArraysWritten, event: ArraysRestored) -> ArraysWritten:
+    """An announcement with the arrays of wall times that were written later."""
+    return replace(announced, observed={**announced.observed, "arrays": event.observed.get("arrays", {})})
 
 
 @dataclass(frozen=True)
@@ -38,12 +56,12 @@ class RunView:
         return self.content.records
 
     def announced_arrays(self) -> dict[int, ArraysWritten]:
-        """Steps whose arrays were announced."""
-        return {r.event.step: r.event for r in self.records if isinstance(r.event, ArraysWritten)}
+        """Steps whose arrays were announced; see :func:`announced_arrays`."""
+        return announced_arrays(record.event for record in self.records)
 
     def step_arrays(self, step: int) -> dict[str, NDArray[Any]]:
         """A step's arrays, verified against the log. Raises InputError for a step without arrays."""
         announced = self.announced_arrays()
         if step not in announced:
             raise InputError(f"step {step} of {self.path} has no arrays; steps with arrays: {sorted(announced)}")
-        return self.arrays.read(step, announced[step].arrays)
+        return self.arrays.read(step, announced[step].stored)

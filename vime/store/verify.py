@@ -68,7 +68,7 @@ def verify_run(run: Path) -> Verification:
     arrays = 0
     for step, event in announced.items():
         try:
-            arrays += len(view.arrays.read(step, event.arrays))
+            arrays += len(view.arrays.read(step, event.stored))
         except InvariantViolation as error:
             problems.append(str(error))
     checkpoints = _checkpoints(view, problems)

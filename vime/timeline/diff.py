@@ -106,7 +106,7 @@ def diff_runs(left: Path, right: Path) -> Difference | None:
     views = RunView.open(left), RunView.open(right)
     for view in views:
         for step, event in view.announced_arrays().items():
-            view.arrays.read(step, event.arrays)
+            view.arrays.read(step, event.stored)
     steps = _steps_of_samples(views[0]) | _steps_of_samples(views[1])
     asked: Difference | None = None
     for a, b in zip_longest(*(in_canonical_order(view.records) for view in views)):

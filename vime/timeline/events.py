@@ -22,6 +22,7 @@ from vime.types import SampleId
 __all__ = [
     "EVENT_TYPES",
     "OBSERVED_IN_REPORTS",
+    "ArraysRestored",
     "ArraysWritten",
     "BatchAssigned",
     "CheckpointWritten",
@@ -223,12 +224,33 @@ class BatchAssigned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ArraysWritten(Event):
-    """The step's arrays are on disk: ``name -> {"digest", "dtype", "shape"}``."""
+    """The step's arrays are on disk: ``name -> {"digest", "dtype", "shape"}``.
+
+    ``observed["arrays"]`` says the same of arrays of wall times, which no two runs share.
+    """
 
     type: ClassVar[str] = "arrays_written"
     barrier: ClassVar[bool] = True
     step: int
     arrays: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def stored(self) -> dict[str, Mapping[str, Any]]:
+        """Everything that is stored of the step, arrays of wall times included."""
+        return {**self.arrays, **self.observed.get("arrays", {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraysRestored(Event):
+    """Announced arrays were gone or damaged when the run was resumed, and were made again.
+
+    ``observed["arrays"]`` says what the arrays of wall times hold now; all others are as they were announced.
+    """
+
+    type: ClassVar[str] = "arrays_restored"
+    scope: ClassVar[Scope] = Scope.BOOKKEEPING
+    barrier: ClassVar[bool] = True
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,5 +338,6 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RunStarted, ContractFixed, RunInterrupted, RunResumed, RunFinished,
     VersionPublished, SyncStaged, SyncVerified, SyncCommitted, SyncRolledBack, EngineLost, EngineRejoined,
     PromptDrawn, SampleStarted, SampleAborted, SampleFinished, RewardGiven, SampleDropped, FilterApplied, Decision,
-    BatchAssigned, ArraysWritten, StepCompared, StepTrained, StepFinished, Evaluated, CheckpointWritten,
+    BatchAssigned, ArraysWritten, ArraysRestored, StepCompared, StepTrained, StepFinished, Evaluated,
+    CheckpointWritten,
 )  # fmt: skip

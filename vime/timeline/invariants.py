@@ -21,6 +21,7 @@ from vime.timeline import invariants_of_samples as of_samples
 from vime.timeline import invariants_of_steps as of_steps
 from vime.timeline.event import Event, Scope
 from vime.timeline.events import (
+    ArraysRestored,
     ArraysWritten,
     BatchAssigned,
     CheckpointWritten,
@@ -108,6 +109,8 @@ def _check(state: State, event: Event) -> None:
             of_steps.assigned(state, event)
         case ArraysWritten():
             of_steps.arrays_written(state, event)
+        case ArraysRestored():
+            of_steps.arrays_restored(state, event)
         case StepCompared():
             of_steps.compared(state, event)
         case StepTrained():

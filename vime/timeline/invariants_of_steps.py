@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from vime.timeline.events import (
+    ArraysRestored,
     ArraysWritten,
     BatchAssigned,
     CheckpointWritten,
@@ -78,6 +79,12 @@ def _step(state: State, step: int) -> StepState:
 def arrays_written(state: State, event: ArraysWritten) -> None:
     """Arrays are announced once."""
     require(_step(state, event.step).arrays is None, f"the arrays of step {event.step} were written already")
+
+
+def arrays_restored(state: State, event: ArraysRestored) -> None:
+    """Only what was announced can be made again."""
+    known = state.steps.get(event.step)
+    require(known is not None and known.arrays is not None, f"no arrays of step {event.step} were announced")
 
 
 def compared(state: State, event: StepCompared) -> None:
