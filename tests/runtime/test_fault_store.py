@@ -159,6 +159,15 @@ def test_a_changed_checkpoint_is_caught(vime, copy):
     assert code == 1 and file.name in printed
 
 
+def test_an_additional_file_in_a_checkpoint_is_named(vime, copy):
+    lines = (copy / LOG).read_bytes().splitlines(keepends=True)
+    (copy / LOG).write_bytes(b"".join(lines[:-1]))  # there is something left to resume
+    (copy / "checkpoints" / "step-000001" / "adapter.safetensors").write_bytes(b"x")
+    for arguments in (["timeline", str(copy), "--verify"], ["resume", str(copy)]):
+        code, printed = vime.call(*arguments)
+        assert code == 1 and "holds adapter.safetensors, which nothing announced" in printed, printed
+
+
 @pytest.mark.parametrize("view", ["steps.jsonl", "provenance.jsonl"])
 def test_a_view_that_is_not_what_the_log_says_is_caught(vime, copy, view):
     lines = (copy / view).read_text().splitlines(keepends=True)

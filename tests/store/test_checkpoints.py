@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.errors import InputError, Interrupted
+from vime.errors import InputError, Interrupted, InvariantViolation
 from vime.store.checkpoints import CheckpointStore
 from vime.timeline.log import Head
 
@@ -59,6 +59,19 @@ def test_damage_is_named(store: CheckpointStore) -> None:
     (made.folder / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"manifest.json cannot be read"):
         store.verify(3, made.files)
+
+
+@pytest.mark.parametrize("name", ["extra.safetensors", "sub/extra.json", ".hidden", "link"])
+def test_a_file_that_nothing_announced_is_named(store: CheckpointStore, name: str) -> None:
+    made = store.write(3, HEAD, save)
+    if name == "link":
+        (made.folder / name).symlink_to("nowhere")
+    else:
+        (made.folder / name).write_text("x")
+    with pytest.raises(InvariantViolation, match=rf"step 3 .*holds {name}, which nothing announced"):
+        store.verify(3, made.files, HEAD)
+    (made.folder / name).unlink()
+    assert store.verify(3, made.files, HEAD) == made
 
 
 def test_log_and_manifest_have_to_agree(store: CheckpointStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -228,6 +229,21 @@ def test_damaged_checkpoint_falls_back_and_says_so(whole: tuple[Path, str], tmp_
     resumed = [r.event for r in RunView.open(path).records if isinstance(r.event, RunResumed)]
     assert resumed[0].observed["rejected_checkpoints"] == [said]
     assert verify_run(path).ok
+
+
+def test_an_additional_file_in_a_checkpoint_is_named_and_costs_nothing(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], path := tmp_path / "run")
+    cut_after(path, ArraysWritten)
+    extra = path / "checkpoints" / "step-000001" / "weights.npy.orig"
+    extra.write_bytes(b"x")
+    named = "the checkpoint of step 1 .*holds weights.npy.orig, which nothing announced"
+    assert re.search(named, "\n".join(verify_run(path).problems))
+    with pytest.raises(InvariantViolation, match=named):  # not a reason to go back to the checkpoint before
+        TinyRun(path).run()
+    extra.unlink()
+    with RunDirectory.open_for_resume(path) as directory:
+        assert directory.resumption.checkpoint_step == 1 and directory.resumption.rejected == ()
+    assert TinyRun(path).run() == whole[1] and verify_run(path).ok
 
 
 def test_fall_back_to_the_checkpoint_before(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vime.errors import InputError
+from vime.errors import InputError, InvariantViolation
 from vime.store.files import disk_errors, file_sha256, publish_folder, retire_folder
 from vime.store.names import step_folder, step_of
 from vime.timeline.log import Head
@@ -69,7 +69,9 @@ class CheckpointStore:
     def verify(self, step: int, announced: Mapping[str, str], head: Head | None = None) -> Checkpoint:
         """The checkpoint, if every file is what was announced.
 
-        Raises InputError naming the first file that is missing, truncated or changed, with what was expected.
+        Raises InputError naming the first file that is missing, truncated or changed, with what was expected, and
+        InvariantViolation for files that nothing announced beside intact ones: damage does not add files, and whoever
+        loads the folder may read them.
         """
         folder = self.folder(step)
         where = f"the checkpoint of step {step} ({folder})"
@@ -95,6 +97,10 @@ class CheckpointStore:
             raise InputError(f"{where}: {MANIFEST} and the event log disagree about {', '.join(odd)}")
         for name in sorted(announced):
             _check_file(folder / name, f"{where}: file {name}", sizes[name], announced[name])
+        if additional := sorted(set(_files(folder)) - {MANIFEST, *announced}):
+            raise InvariantViolation(
+                f"{where} holds {', '.join(additional)}, which nothing announced. Remove what is not the run's own"
+            )
         return Checkpoint(step, folder, sums, sizes, found_head)
 
     def steps(self) -> list[int]:
@@ -117,8 +123,13 @@ class CheckpointStore:
         return steps
 
 
+def _files(folder: Path) -> dict[str, Path]:
+    """Everything below a folder that is no folder itself, by relative name."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
+
+
 def _check_declared(folder: Path, files: Mapping[str, str]) -> dict[str, int]:
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = _files(folder)
     if not files:
         raise InputError("a checkpoint without files restores nothing")
     if set(found) != set(files):

@@ -101,7 +101,7 @@ def _checkpoints(view: RunView, problems: list[str]) -> int:
         try:
             store.verify(event.step, event.files, record.before)
             verified += 1
-        except InputError as error:
+        except (InputError, InvariantViolation) as error:
             problems.append(str(error))
     return verified
 
