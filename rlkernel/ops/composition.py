@@ -93,17 +93,19 @@ def _pick(
     for candidate in (c for c in candidates if c.region == region):
         identity = identify(candidate.op)
         own = [c for c in given if (c.implementation, c.region) == (identity.implementation, region)]
-        admitting, missing = [], []
+        admitting: list[Certificate] = []
+        missing: dict[str, list[str]] = {}  # reason -> cases
         for case in cases:
             voids = [(c, invalid_because(c, identity, contract, region, case)) for c in own]
             valid = [c for c, why in voids if not why]
             admitting += valid[:1]
             if not valid:
                 why = "; ".join(dict.fromkeys(reason for _, found in voids for reason in found))
-                missing.append(f"{case}: {why or 'it has no certificate'}")
+                missing.setdefault(why or "it has no certificate", []).append(case)
         if not missing:
             return candidate.op, list(dict.fromkeys(admitting)), []
-        reasons.append(f"{identity.implementation} is refused ({'; '.join(missing)})")
+        told = "; ".join(f"{', '.join(where)}: {why}" for why, where in missing.items())
+        reasons.append(f"{identity.implementation} is refused ({told})")
     return None, [], reasons or ["there is no candidate"]
 
 

@@ -13,8 +13,9 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.presets import PRESETS
 from rlkernel.ops.head import LinearLogprob
 from rlkernel.ops.portable import RmsNorm, SwiGlu, portable_ops
-from rlkernel.verify.admission.admit import Budget, admit, cases_of
+from rlkernel.verify.admission.admit import admit, cases_of
 from rlkernel.verify.admission.bits import compare, pattern
+from rlkernel.verify.admission.budget import Budget
 from rlkernel.verify.admission.catalogue import variations_for
 from rlkernel.verify.admission.certificate import AdmissionRefused
 from rlkernel.verify.admission.execute import Executor, reference_operation
@@ -174,7 +175,7 @@ def test_signed_zeros_count():
 
 def test_unknown_targets_regions_and_cases_are_refused():
     contract = CONTRACTS["float32"]
-    with pytest.raises(ContractError, match="'cpu' can"):
+    with pytest.raises(ContractError, match="for 'cpu' it can"):
         admit(SwiGlu(), "swiglu", "trainer_forward", contract, "sm_90")
     with pytest.raises(ContractError, match="no entry for region 'router'"):
         admit(SwiGlu(), "router", "trainer_forward", contract)

@@ -13,7 +13,7 @@ from vime.errors import InputError
 
 if TYPE_CHECKING:
     from rlkernel.contract.build import Contract
-    from rlkernel.verify.admission.admit import Budget
+    from rlkernel.verify.admission.budget import Budget
     from rlkernel.verify.admission.certificate import AdmissionRefused, Certificate
 
 FORWARD, BACKWARD = "trainer_forward", "trainer_backward"
@@ -23,21 +23,21 @@ FORWARD, BACKWARD = "trainer_forward", "trainer_backward"
 @click.argument("name", required=False, metavar="[MODULE:FUNCTION]")
 @click.option("--region", metavar="REGION", help="What the function computes, as in 'rms_norm'.")
 @click.option("--backward", is_flag=True, help="The function is the region's gradient.")
-@click.option("--profile", default="portable", show_default=True, help="Or hopper, cdna3.")
+@click.option("--profile", help="Of the contract: portable, hopper, cdna3.  [default: that of --pipeline, or portable]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: that of --pipeline, or float32]")
 @click.option("--takes", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Of torch tensors.")
+@click.option("--device", default="cpu", show_default=True, help="Of torch tensors, as in 'cuda'.")
 @click.option("--pipeline", type=click.Path(dir_okay=False), metavar="FILE", help="Take the contract from a pipeline.")
-@click.option("--full", is_flag=True, help="Compare at least a million outputs a region, not only the quick set.")
+@click.option("--full", is_flag=True, help="Compare at least a million outputs, not only the quick set.")
 @click.option("--all", "everything", is_flag=True, help="Admit all CPU kernels, for --pipeline or all presets.")
-@click.option("--to", "folder", type=click.Path(file_okay=False), help="Where --all keeps certificates.")
+@click.option("--to", "folder", type=click.Path(file_okay=False), help="Keep the certificate in this folder.")
 @click.option("--signatures", is_flag=True, help="Print how a function of each region is called.")
 @json_option
 def admit(
     name: str | None,
     region: str | None,
     backward: bool,
-    profile: str,
+    profile: str | None,
     dtype: str | None,
     takes: str,
     device: str,
@@ -52,21 +52,26 @@ def admit(
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is compared over shapes and values where kernels go wrong. Exit code 0: every
     bit is the contract's. Exit code 1: one differs; the first difference is shown, and which of the contract's six
-    points explains it.
+    points explains it. Exit code 2: there is no such function, region or device.
     """
-    from rlkernel.verify.admission.admit import FULL, QUICK
+    from rlkernel.verify.admission.budget import FULL, QUICK
 
     budget = FULL if full else QUICK
     if signatures:
         return _print_signatures(as_json)
+    if takes == "numpy" and device != "cpu":
+        raise InputError(f"--device {device} is of torch tensors; with --takes numpy the function runs on the CPU")
     if everything:
-        if name or region:
-            raise InputError("--all admits this package's own CPU kernels; leave the function and --region out")
-        return _admit_all(pipeline, dtype, budget, folder, as_json)
+        if name or region or backward or device != "cpu":
+            raise InputError(
+                "--all admits this package's own CPU kernels; leave the function, --region, --backward and --device out"
+            )
+        return _admit_all(pipeline, profile, dtype, budget, folder, as_json)
     if not name or not region:
         raise InputError("name a function and its --region, as in: vime admit my.kernels:norm --region rms_norm")
+    case = BACKWARD if backward else FORWARD
     contract = _contract(pipeline, profile, dtype)
-    return _admit_function(name, region, BACKWARD if backward else FORWARD, contract, takes, device, budget, as_json)
+    return _admit_function(name, region, case, contract, takes, device, budget, folder, as_json)
 
 
 def _print_signatures(as_json: bool) -> int:
@@ -81,7 +86,7 @@ def _print_signatures(as_json: bool) -> int:
     return 0
 
 
-def _contract(pipeline: str | None, profile: str, dtype: str | None) -> Contract:
+def _contract(pipeline: str | None, profile: str | None, dtype: str | None) -> Contract:
     """The contract of a pipeline, or of a model of usual dimensions."""
     from rlkernel.contract.build import build_contract
     from rlkernel.models.config import ModelConfig
@@ -89,8 +94,9 @@ def _contract(pipeline: str | None, profile: str, dtype: str | None) -> Contract
     if pipeline is not None:
         from vime.cli.contract import read_pipeline_contract
 
-        overrides = () if dtype is None else (f"contract.dtype={dtype}",)
-        return read_pipeline_contract(pipeline, overrides)
+        given = {"contract.profile": profile, "contract.dtype": dtype}
+        return read_pipeline_contract(pipeline, tuple(f"{key}={value}" for key, value in given.items() if value))
+    profile = profile or "portable"
     chosen = dtype or ("float32" if profile == "portable" else "bfloat16")
     config = ModelConfig(
         family="qwen3", vocab_size=1000, hidden_size=1024, intermediate_size=3072, num_layers=1, num_heads=16,
@@ -100,20 +106,35 @@ def _contract(pipeline: str | None, profile: str, dtype: str | None) -> Contract
 
 
 def _admit_function(
-    name: str, region: str, case: str, contract: Contract, takes: str, device: str, budget: Budget, as_json: bool
+    name: str,
+    region: str,
+    case: str,
+    contract: Contract,
+    takes: str,
+    device: str,
+    budget: Budget,
+    folder: str | None,
+    as_json: bool,
 ) -> int:
     from rlkernel.verify.admission.admit import admit as admit_candidate
     from rlkernel.verify.admission.certificate import AdmissionRefused
+    from rlkernel.verify.admission.sources import device_target
+    from rlkernel.verify.admission.store import write_certificates
     from rlkernel.verify.admission.user import UserOp, find_function, signature
 
     call = signature(region, case)
+    target = device_target(device)
     candidate = UserOp(name, find_function(name), region, case, contract.dtype, takes, device)  # type: ignore[arg-type]
     try:
-        certificate = admit_candidate(candidate, region, case, contract, budget=budget)
+        certificate = admit_candidate(candidate, region, case, contract, target, budget)
     except AdmissionRefused as refused:
         _print_refusal(refused, call, as_json)
         return 1
+    if folder is not None:
+        write_certificates([certificate], Path(folder))
     _print_admission(certificate, as_json)
+    if folder is not None and not as_json:
+        click.echo(f"  kept in:  {folder}")
     return 0
 
 
@@ -123,10 +144,12 @@ def _print_admission(certificate: Certificate, as_json: bool) -> None:
         return
     click.echo(
         f"admitted: {certificate.implementation} computes {certificate.region} of profile {certificate.profile}, "
-        f"{certificate.dtype} ({', '.join(certificate.cases)}): {certificate.outputs:,} outputs compared, none differs"
+        f"{certificate.dtype}, on {certificate.target} ({', '.join(certificate.cases)})"
     )
-    click.echo(f"  shapes: {', '.join(certificate.shape_classes)}")
-    click.echo(f"  values: {', '.join(certificate.hazards)}")
+    for link in certificate.links:
+        click.echo(f"  equal:    {link.left} = {link.right} on {link.outputs:,} outputs, none differs")
+    click.echo(f"  shapes:   {', '.join(certificate.shape_classes)}")
+    click.echo(f"  values:   {', '.join(certificate.hazards)}")
 
 
 def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
@@ -136,14 +159,17 @@ def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
         return
     click.echo(f"refused: {report['implementation']} is not {report['region']} of this contract")
     if "difference" not in report:
-        click.echo(f"  {report['failure']} ({report['problem']})")
-        click.echo(f"  it is called as {call}")
+        click.echo(f"  where:    {report['case']}: {report['problem']}")
+        click.echo(f"  failure:  {report['failure']}")
+        if call:
+            click.echo(f"  it is called as {call}")
         return
     difference, explanation = report["difference"], report["explanation"]
-    place = ", ".join(str(i) for i in difference["index"])
+    index = ", ".join(str(i) for i in difference["index"])
+    place = f"{difference['output']}[{index}]" if index else difference["output"]
     click.echo(f"  where:    {report['case']}: {report['problem']}; values: {report['hazard']}")
     click.echo(
-        f"  first:    {difference['output']}[{place}] is {difference['found']}, the contract gives "
+        f"  first:    {place} is {difference['found']}, the contract gives "
         f"{difference['expected']}; {difference['differing']:,} of {difference['compared']:,} outputs differ"
     )
     certainty = "" if explanation["certain"] or explanation["point"] is None else " (probably)"
@@ -152,7 +178,9 @@ def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
         click.echo(f"            or {other}")
 
 
-def _admit_all(pipeline: str | None, dtype: str | None, budget: Budget, folder: str | None, as_json: bool) -> int:
+def _admit_all(
+    pipeline: str | None, profile: str | None, dtype: str | None, budget: Budget, folder: str | None, as_json: bool
+) -> int:
     from rlkernel.contract.build import build_contract
     from rlkernel.kernels.cpu.threads import Workers
     from rlkernel.models.presets import PRESETS
@@ -162,10 +190,13 @@ def _admit_all(pipeline: str | None, dtype: str | None, budget: Budget, folder: 
     from vime.train.admission import step_candidates
 
     if pipeline is not None:
-        contracts = [_contract(pipeline, "portable", dtype)]
+        contracts = [_contract(pipeline, profile, dtype)]
     else:
         dtypes = ("float32", "bfloat16") if dtype is None else (dtype,)
-        contracts = [build_contract(config, dtype=kind) for config in PRESETS.values() for kind in dtypes]
+        given = profile or "portable"
+        contracts = [
+            build_contract(config, profile=given, dtype=kind) for config in PRESETS.values() for kind in dtypes
+        ]
     candidates = [*((c.region, c.op) for c in cpu_candidates()), *step_candidates()]
     keep = Path(folder) if folder else user_folder()
     workers, count = Workers(), 0
@@ -180,6 +211,8 @@ def _admit_all(pipeline: str | None, dtype: str | None, budget: Budget, folder: 
             return 1
         for certificate in admitted.made:
             _print_admission(certificate, as_json)
+        for note in admitted.notes:
+            click.echo(f"vime: {note}", err=True)
         count += len(admitted.certificates)
     summary: dict[str, Any] = {"event": "all", "certificates": count, "folder": str(keep)}
     click.echo(json.dumps(summary) if as_json else f"{count} certificates are valid in {keep}")

@@ -9,6 +9,8 @@ from typing import Any
 from rlkernel.contract.build import Contract
 from rlkernel.contract.canonical import digest
 from rlkernel.errors import ContractError, NumericsError
+from rlkernel.verify.admission.budget import BUDGETS
+from rlkernel.verify.admission.classes import required_classes
 
 SCHEMA = 1
 BACKWARD, OPTIMIZER = "trainer_backward", "optimizer_step"
@@ -133,7 +135,9 @@ def certificate_from_json(data: Any) -> Certificate:
     for name in ("entries", "toolchain"):
         values[name] = _pairs(values[name], name)
     values["links"] = _links(values["links"])
-    texts = ("implementation", "source", "region", "profile", "dtype", "target", "specification", "budget")
+    if values["budget"] not in BUDGETS:
+        raise ContractError(f"budget of a certificate is {values['budget']!r}; it is one of {', '.join(BUDGETS)}")
+    texts = ("implementation", "source", "region", "profile", "dtype", "target", "specification")
     for name in texts:
         if not isinstance(values[name], str):
             raise ContractError(f"{name} of a certificate is {values[name]!r}; a string is expected")
@@ -200,6 +204,8 @@ def invalid_because(
         reasons.append(f"the toolchain is another one ({', '.join(changed)})")
     if certificate.specification != identity.specification:
         reasons.append("the interpreter or the admission's own problems changed since")
+    if absent := sorted(required_classes(region, case) - set(certificate.shape_classes)):
+        reasons.append(f"it was not compared on these shapes: {', '.join(absent)}")
     if case in certificate.cases:
         admitted, needed = dict(certificate.entries), dict(entry_digests(contract, region, (case,)))
         other = [name for name, value in needed.items() if admitted.get(name) != value]

@@ -102,7 +102,22 @@ def _cancelling(plan: Plan) -> Problem:
     )  # fmt: skip
 
 
+_LONG = ((4099, 96, 1030), (515, 1031, 1024), (2050, 300, 2051), (33, 4099, 4096), (1, 2048, 50000))
+"""(rows, depth, features) of problems with millions of outputs: many tiles in every direction, and ragged edges."""
+
+
+def long_problem(plan: Plan, number: int) -> Problem:
+    """A problem with millions of outputs, for comparisons with the plain kernel: shapes by turns, values by number."""
+    rows, depth, outputs = _LONG[number % len(_LONG)]
+    again = replace(plan, seed=plan.seed + number)
+    hazards = (*FINITE_HAZARDS, "normal") if number // len(_LONG) % 2 else ()
+    each = -(-rows // len(hazards)) if hazards else 1
+    problem = _linear_problem(again, "many tiles", rows, depth, outputs, hazards, each)
+    return replace(problem, alone=(), views=False)
+
+
 def linear_problems(plan: Plan) -> list[Problem]:
+    """Problems of a projection, cheapest classes of errors first."""
     tp, head_dim = plan.contract.topology.tp, plan.contract.config.head_dim
     leaf = tp * (head_dim if plan.kind == "o_proj" else 16)
     hazards = FINITE_HAZARDS if plan.backward else HAZARDS

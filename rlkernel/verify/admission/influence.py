@@ -17,8 +17,7 @@ from rlkernel.verify.admission.values import on_grid
 
 Run = Callable[[Problem], Results]
 _ROW_WIDTH = 8  # of narrower rows a share says little: rounding may hide what a single element does
-
-
+_GOOD_SHARE, _LITTLE = 0.5, 0.25  # of a row: what has to change with an input, and the part of it that is too little
 _FEWEST = 16  # outputs with fewer elements may be noise throughout (a norm over one element)
 _OFFSETS = (9.5, -37.0, 150.0)  # a finding has to hold for changes of several sizes: one alone may be rounded away
 
@@ -84,19 +83,24 @@ def perturbed(problem: Problem, bf16: bool, offset: float = _OFFSETS[0]) -> Iter
         )
 
 
+def _shares(differs: NDArray[np.bool_]) -> Array:
+    """Which share of each row (index of the first axis) is marked; of the whole where rows are narrow."""
+    rows = len(differs) if differs.ndim and differs.size >= _ROW_WIDTH * len(differs) else 1
+    shares = differs.reshape(rows, differs.size // max(1, rows))
+    return shares.mean(axis=1, dtype=np.float32) if shares.size else np.zeros(0, np.float32)
+
+
 def _rows(one: Results, other: Results) -> dict[str, Array]:
-    """Per output, which share of each row (index of its first axis) changed; of the whole where rows are narrow."""
-    result = {}
-    for name, value in one.items():
-        differs = pattern(value) != pattern(other[name])
-        rows = len(value) if value.ndim and differs.size >= _ROW_WIDTH * len(value) else 1
-        shares = differs.reshape(rows, differs.size // max(1, rows))
-        result[name] = shares.mean(axis=1, dtype=np.float32) if shares.size else np.zeros(0, np.float32)
-    return result
+    """Per output, which share of each row changed."""
+    return {name: _shares(pattern(value) != pattern(other[name])) for name, value in one.items()}
 
 
-def _place(found: NDArray[Any], rows: Array) -> str:
-    return f"row {found[0]}" if len(rows) > 1 else "an element"
+def _poisoned(base: Results, changed: Results) -> dict[str, Array]:
+    """Per output, to which share of each row NaN arrived (an integer, such as a digest, has changed)."""
+    return {
+        name: _shares(np.isnan(value) & ~np.isnan(base[name]) if value.dtype == np.float32 else value != base[name])
+        for name, value in changed.items()
+    }
 
 
 def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf16: bool) -> str | None:
@@ -114,6 +118,9 @@ def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf
                 break
             _, again = next(islice(perturbed(problem, bf16, offset), number, None))
             found &= _suspects(base, (interpreter(again), candidate(again)), problem)
+        if found:
+            _, poisoned = next(islice(perturbed(problem, bf16, float("nan")), number, None))
+            found = _not_only_rounded_away(found, base, interpreter(poisoned), candidate(poisoned))
         if found:
             name, row, extra = min(found)
             place = "an element" if row < 0 else f"row {row}"
@@ -139,11 +146,29 @@ def _suspects(
             continue  # rows of all classes are added up there: the large ones hide what the others do
         # rounding may hide a change of single elements: what has to change is a good share of a row
         extra = np.flatnonzero((have[name] > 0) & (rows == 0))
-        missing = np.flatnonzero((rows >= 0.5) & (have[name] < 0.25 * rows))
+        missing = np.flatnonzero((rows >= _GOOD_SHARE) & (have[name] < _LITTLE * rows))
         narrow = len(rows) == 1
         found |= {(name, -1 if narrow else int(row), True) for row in extra}
         found |= {(name, -1 if narrow else int(row), False) for row in missing}
     return found
+
+
+def _not_only_rounded_away(
+    found: set[tuple[str, int, bool]], base: tuple[Results, Results], want: Results, have: Results
+) -> set[tuple[str, int, bool]]:
+    """The findings that NaN in the place of the change confirms.
+
+    A change may be rounded away, or underflow, in one of the two only; NaN never is. An output depends on too much only
+    where NaN does not reach the interpreter's, and on too little only where it does not reach the candidate's.
+    """
+    want_reached, have_reached = _poisoned(base[0], want), _poisoned(base[1], have)
+
+    def confirmed(name: str, row: int, extra: bool) -> bool:
+        place = max(row, 0)
+        due, seen = float(want_reached[name][place]), float(have_reached[name][place])
+        return due == 0.0 if extra else due >= _GOOD_SHARE and seen < _LITTLE * due
+
+    return {item for item in found if confirmed(*item)}
 
 
 _SUMS = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj", "rms_norm", "final_norm", "qk_norm")

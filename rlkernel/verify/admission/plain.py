@@ -1,8 +1,7 @@
 """A plain kernel: the fp32 FMA chain as three loops. The middle link between the slow interpreter and a fast kernel.
 
 Compiled by Numba without tiles, panels, blocks or vectors across the chain: what a reader can check at a glance.
-Admission
-compares it with the interpreter like any candidate; what it confirms then counts as far as that comparison went.
+Admission compares it with the interpreter like any candidate; what it confirms then counts as far as that went.
 """
 
 from __future__ import annotations
@@ -77,21 +76,56 @@ def continued(dy: Array, x: Array, grad: Array, workers: Workers) -> Array:
 
 
 class PlainLinear:
-    """``qkv_proj``, ``gate_up_proj``, ``o_proj`` and ``down_proj`` forward from plain chains over unpacked weights."""
+    """``qkv_proj``, ``gate_up_proj``, ``o_proj`` and ``down_proj`` from plain chains over unpacked weights."""
 
     implementation = "plain.fma_chain"
 
     def forward(self, region: Region, inputs: Sequence[Array], host: Host) -> tuple[tuple[Array, ...], Any]:
         """Outputs as the region's implementations give them."""
-        x = np.ascontiguousarray(inputs[0].reshape(len(inputs[0]), int(np.prod(inputs[0].shape[1:]))))
-        leaves = host.tp if region.kind in ("o_proj", "down_proj") else 1
+        x = _matrix(inputs[0])
+        leaves = host.tp if region.kind in ROW_PARALLEL else 1
         biases = [name for name in region.weights if name.endswith(".bias")]
         outputs = []
         for i, name in enumerate(name for name in region.weights if name.endswith(".weight")):
-            y = chains(x, as_float32(host.weights.tensors[name]), leaves, host.workers)  # type: ignore[attr-defined]
+            y = chains(x, _weight(host, name), leaves, host.workers)
             if biases:
-                y = np.add(y, as_float32(host.weights.tensors[biases[i]]))  # type: ignore[attr-defined]
+                y = np.add(y, _weight(host, biases[i]))
             y = widen(narrow(y)) if host.bf16 else y
             depth = host.config.head_dim
             outputs.append(y.reshape(len(y), y.shape[1] // depth, depth) if region.kind == "qkv_proj" else y)
         return tuple(outputs), x
+
+    def backward(self, region: Region, saved: Array, grads: Sequence[Array], host: Host) -> tuple[Array]:
+        """Gradient of the input; continues those of weights and biases, token by token."""
+        assert host.gradients is not None
+        flat = [_matrix(g) for g in grads]
+        matrices = [name for name in region.weights if name.endswith(".weight")]
+        for name, dy in zip(matrices, flat, strict=True):
+            buffer = host.gradients.buffer(name)
+            buffer[:] = continued(dy, saved, buffer, host.workers)
+        biases = [name for name in region.weights if name.endswith(".bias")]
+        for name, dy in zip(biases, flat, strict=bool(biases)):
+            buffer = host.gradients.buffer(name)
+            for row in dy:
+                buffer[:] = buffer + row
+        fused = np.concatenate(flat, axis=1)
+        weight = np.concatenate([_weight(host, name) for name in matrices])
+        leaves = 1
+        if region.kind not in ROW_PARALLEL:
+            order = host.weights.dgrad_rows(region)
+            fused, weight, leaves = np.ascontiguousarray(fused[:, order]), weight[order], host.tp
+        dx = chains(fused, np.ascontiguousarray(weight.T), leaves, host.workers)
+        dx = widen(narrow(dx)) if host.bf16 else dx
+        return (dx.reshape(len(dx), host.config.num_heads, host.config.head_dim) if region.kind == "o_proj" else dx,)
+
+
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Projections whose depth is cut into tp leaves; the others have tp leaves in the gradient of their input."""
+
+
+def _matrix(x: Array) -> Array:
+    return np.ascontiguousarray(x.reshape(len(x), int(np.prod(x.shape[1:]))))
+
+
+def _weight(host: Host, name: str) -> Array:
+    return as_float32(host.weights.tensors[name])  # type: ignore[attr-defined,no-any-return]

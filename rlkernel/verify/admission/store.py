@@ -1,10 +1,10 @@
 """Where certificates are kept, and how missing ones are made at the first use.
 
-Two places are read: those that are shipped with the package (``rlkernel/verify/certificates``, made with the full
-budget)
-and the user's cache, beside the compiled kernels. A certificate counts only while the implementation's sources, the
-toolchain, the target, the entries and the specification are those that it names. What is missing is compared at once
-with the quick budget (seconds), and kept; a difference is a refusal, never a warning.
+They are kept in the user's cache, beside the compiled kernels of the same sources. None is shipped with the package: a
+certificate is bound to the toolchain that compiled the kernels, and the comparison itself takes seconds. One counts
+only while the implementation's sources, the toolchain, the target, the entries and the specification are those that it
+names, and while it is what was written. What is missing is compared at once with the quick budget, and kept; a
+difference is a refusal, never a warning.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from rlkernel.contract.canonical import canonical_json
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import cache_folder
 from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.verify.admission.admit import QUICK, Budget, admit, cases_of
+from rlkernel.verify.admission.admit import admit, cases_of
+from rlkernel.verify.admission.budget import BUDGETS, QUICK, Budget
 from rlkernel.verify.admission.certificate import Certificate, certificate_from_json, invalid_because
 from rlkernel.verify.admission.sources import identity_of
-
-SHIPPED = Path(__file__).parent.parent / "certificates"
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """Certificates for every region and case asked for, and which of them were made just now."""
+    """Certificates for every region and case asked for, which of them were made just now, and sentences about files
+    that did not count or could not be written.
+    """
 
     certificates: tuple[Certificate, ...]
     made: tuple[Certificate, ...]
+    notes: tuple[str, ...] = ()
 
 
 def user_folder() -> Path:
@@ -42,39 +44,66 @@ def user_folder() -> Path:
 
 
 def read_certificates(folder: Path, say: Callable[[str], None] = lambda _: None) -> list[Certificate]:
-    """All certificates in a folder's JSON files; a damaged file is named and counts as absent (it is made again)."""
+    """All certificates in a folder's JSON files; one that is damaged, or is not what was written, is named and does not
+    count.
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            found += [certificate_from_json(item) for item in (data if isinstance(data, list) else [data])]
+            found.append(_whole(json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, ContractError) as error:
-            say(f"the certificate {path} cannot be read ({error}); it counts as absent")
+            say(f"the certificate {path} does not count: {error}")
     return found
 
 
+def _whole(data: Any) -> Certificate:
+    """The certificate in a file's content. Raises ContractError where it is not what was written."""
+    if not isinstance(data, dict) or set(data) != {"certificate", "digest"}:
+        raise ContractError("it is no object with a certificate and its digest")
+    certificate = certificate_from_json(data["certificate"])
+    if (now := certificate.digest()) != data["digest"]:
+        raise ContractError(
+            f"it was changed after it was written: its digest is {now[:12]}, the file says {str(data['digest'])[:12]}"
+        )
+    return certificate
+
+
 def write_certificates(certificates: Iterable[Certificate], folder: Path) -> None:
-    """One file a certificate, named by its digest, each written whole."""
+    """One file a certificate, named by its digest and holding it, each written whole. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for certificate in certificates:
         path = folder / f"{certificate.region}-{certificate.digest()[:16]}.json"
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(canonical_json(certificate.as_json()) + b"\n")
+        data = {"certificate": certificate.as_json(), "digest": certificate.digest()}
+        part.write_bytes(canonical_json(data) + b"\n")
         part.replace(path)
 
 
 def valid_certificates(
-    known: Sequence[Certificate], op: Any, contract: Contract, region: str, cases: Sequence[str], target: str
-) -> list[Certificate]:
-    """Known certificates that together admit an implementation for all cases; empty if one case is not admitted."""
+    known: Sequence[Certificate],
+    op: Any,
+    contract: Contract,
+    region: str,
+    cases: Sequence[str],
+    target: str,
+    budget: Budget = QUICK,
+) -> tuple[list[Certificate], list[str]]:
+    """Known certificates that together admit an implementation for all cases, compared at least as ``budget`` says.
+
+    Returns them (none, if one case is not admitted) and why others of this implementation, region, profile and dtype
+    do not count.
+    """
     identity = identity_of(op, target)
-    found = []
+    what = (identity.implementation, region, contract.profile, contract.dtype)
+    own = [c for c in known if (c.implementation, c.region, c.profile, c.dtype) == what]
+    found: list[Certificate] = []
     for case in cases:
-        valid = [c for c in known if not invalid_because(c, identity, contract, region, case)]
+        void = {c: invalid_because(c, identity, contract, region, case) for c in own}
+        valid = [c for c, why in void.items() if not why and BUDGETS.index(c.budget) >= BUDGETS.index(budget.name)]
         if not valid:
-            return []
+            return [], list(dict.fromkeys(reason for why in void.values() for reason in why))
         found.append(max(valid, key=lambda c: c.outputs))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found)), []
 
 
 def ensure_certificates(
@@ -92,26 +121,29 @@ def ensure_certificates(
 
     Args:
         candidates: pairs (region, implementation).
-        folders: where to read; the shipped ones and the user's without it.
+        folders: where to read; the user's folder without it.
         keep: where to write new ones; the user's folder without it.
         say: gets a sentence for every region that is compared now.
 
     Raises:
         AdmissionRefused: an implementation's bits are not the contract's.
     """
-    places = [SHIPPED, user_folder()] if folders is None else list(folders)
-    known = [c for folder in places for c in read_certificates(folder, say)]
+    notes: list[str] = []
+    known = [c for folder in folders or (user_folder(),) for c in read_certificates(folder, notes.append)]
     all_of, made = [], []
     for region, op in candidates:
         cases = cases_of(region, contract)
         if not cases:
             continue
-        found = valid_certificates(known, op, contract, region, cases, target)
+        found, reasons = valid_certificates(known, op, contract, region, cases, target, budget)
         if not found:
-            say(f"admission of {op.implementation} for {region} ({contract.profile}, {contract.dtype})")
+            why = f"; a certificate that was kept does not count: {'; '.join(reasons)}" if reasons else ""
+            say(f"admission of {op.implementation} for {region} ({contract.profile}, {contract.dtype}){why}")
             found = [admit(op, region, cases, contract, target, budget, workers=workers)]
             made += found
         all_of += found
-    if made:
+    try:
         write_certificates(made, user_folder() if keep is None else keep)
-    return Admitted(tuple(all_of), tuple(made))
+    except OSError as error:  # they hold for this process all the same
+        notes.append(f"certificates cannot be kept, so that the next run compares again: {error}")
+    return Admitted(tuple(all_of), tuple(made), tuple(notes))

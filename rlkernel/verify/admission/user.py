@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.ops.weights import DTYPES
+from rlkernel.verify.admission.sources import cpu_toolchain, files_of_function, torch_toolchain
 
 Library = Literal["torch", "numpy"]
 Array = NDArray[np.float32]
@@ -64,16 +64,14 @@ def find_function(name: str) -> Callable[..., Any]:
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise ContractError(f"{name!r} names no function; package.module:function or FILE.py:function does")
+    folder = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # what lies beside the user's file is found, as `python FILE.py` would find it
     try:
-        if place.endswith(".py"):
-            module = _module_of(Path(place))
-        else:
-            if str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as `python -m` would find it
-            module = importlib.import_module(place)
+        module = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ContractError:
         raise
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ContractError(f"importing {place} raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -82,10 +80,12 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def _module_of(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"candidate_{path.stem}", path.resolve())
+    name = f"admitted_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if not path.is_file() or spec is None or spec.loader is None:
         raise ContractError(f"there is no Python file {path.resolve()}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and decorators look their module up by name
     spec.loader.exec_module(module)
     return module
 
@@ -95,6 +95,20 @@ class Statistics:
     """What a function for ``logprob`` gives."""
 
     logprob: Array
+
+
+def _with_gaps(x: Any) -> Any:
+    """The same values at every other place of a larger memory, whose other places are NaN."""
+    shape = (*x.shape[:-1], 2 * x.shape[-1])
+    wide = np.full(shape, np.nan, x.dtype) if isinstance(x, np.ndarray) else x.new_full(shape, float("nan"))
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def _contiguous(x: Any) -> bool:
+    if isinstance(x, np.ndarray):
+        return bool(x.flags.c_contiguous)
+    return x.is_contiguous() if isinstance(x, torch.Tensor) else True
 
 
 class UserOp:
@@ -111,21 +125,29 @@ class UserOp:
     def __init__(
         self, name: str, function: Callable[..., Any], region: str, case: str, dtype: str, library: Library, device: str
     ) -> None:
-        self.implementation = f"user.{name}"
-        self.source_file = inspect.getsourcefile(inspect.unwrap(function))
+        place, _, attribute = name.rpartition(":")
+        self.implementation = f"user.{Path(place).name}:{attribute}"
+        self.device = device
+        self.source_files = files_of_function(function)
+        self.toolchain = (*cpu_toolchain(), *torch_toolchain(device))
         self.compared = ("logprob",) if region == "logprob" and case != "trainer_backward" else None
         self._function, self._library, self._device, self._dtype = function, library, device, DTYPES[dtype]
         self._gradient = case == "trainer_backward"
+        self._threads = torch.get_num_threads()  # the interpreter runs on one; a function may cut its sums by threads
         signature(region, case)
 
     def _give(self, values: Any, dtype: torch.dtype | None = None) -> Any:
+        """What the function gets: memory of its own with the strides' gaps, if the values have some."""
         if not isinstance(values, np.ndarray):
             return values
-        if self._library == "numpy":
-            return values.copy()
-        if values.dtype != np.float32:
-            return torch.from_numpy(values.copy()).to(self._device)
-        return from_float32(values, dtype or self._dtype).clone().to(self._device)
+        whole = np.ascontiguousarray(values)
+        given: Any = whole.copy()
+        if self._library == "torch":
+            given = torch.from_numpy(given)
+            if values.dtype == np.float32:
+                given = from_float32(whole, dtype or self._dtype).clone()
+            given = given.to(self._device)
+        return given if values.flags.c_contiguous else _with_gaps(given)
 
     def _take(self, value: Any, shape: tuple[int, ...] | None = None) -> Array:
         if isinstance(value, torch.Tensor):
@@ -141,7 +163,16 @@ class UserOp:
         return self._give(as_float32(host.weights.tensors[name]))  # type: ignore[attr-defined]
 
     def _call(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._function(*arguments)
+        except Exception as error:
+            if all(_contiguous(x) for x in arguments):
+                raise
+            raise ContractError(f"inputs that are not contiguous are refused: {error}") from error
+        finally:
+            torch.set_num_threads(before)
 
     def forward(self, region: Region, inputs: Any, *rest: Any) -> Any:
         """A region's forward, or the head's (rows, targets, temperature, host)."""
