@@ -53,6 +53,20 @@ def test_check_says_that_all_is_well(pipeline: Path, capsys: Capture) -> None:
     assert "max_num_seqs: 256" in capsys.readouterr().out
 
 
+def test_check_looks_at_the_run_directory(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run").write_text("")
+    assert call("check", pipeline) == 2
+    assert "is a file" in capsys.readouterr().err
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("")
+    assert call("check", pipeline) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "run/timeline.jsonl").write_text("")
+    assert call("check", pipeline) == 0  # a finished run does not make its pipeline wrong
+    assert "--fresh" in capsys.readouterr().out
+
+
 def test_check_lists_every_problem(pipeline: Path, capsys: Capture) -> None:
     arguments = ("check", pipeline, "--set", "stepz=1", "--set", "seed=x")
     assert call(*arguments) == 2

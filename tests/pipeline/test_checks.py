@@ -34,7 +34,7 @@ def test_a_good_pipeline_is_prepared() -> None:
         (["model.preset=tiny-qwen"], "model.preset", ["tiny-qwen3"]),
         (["model.preset=null", "model.path=nowhere"], "model.path", ["nowhere", "does not exist"]),
         (["model.overrides={num_layer: 3}"], "model.overrides.num_layer", ["num_layers"]),
-        (["model.overrides={num_layers: 3.0}"], "model.overrides.num_layers", ["int"]),
+        (["model.overrides={num_layers: 3.0}"], "model.overrides.num_layers", ["a whole number"]),
         (["model.overrides={head_dim: 15}"], "model.overrides", ["odd"]),
         (["model.overrides={vocab_size: 10}"], "model", ["24", "10"]),
         (["model.tokenizer=nowhere"], "model.tokenizer", ["nowhere"]),
@@ -61,7 +61,7 @@ def test_a_good_pipeline_is_prepared() -> None:
         (["stages.train.updates_per_step=3"], "stages.train.updates_per_step", ["prompts_per_step = 4"]),
         (["stages.train.loss.kl.coefficient=0.1"], "stages.train.loss.kl.coefficient", ["kl.reference"]),
         (["stages.train.loss.kl.reference=initial"], "stages.train.loss.kl.reference", ["kl.coefficient"]),
-        (["stages.train.optimizer.warmup_updates=2"], "stages.train.optimizer.warmup_updates", ["2 updates"]),
+        (["stages.train.optimizer.warmup_updates=2"], "stages.train.optimizer.warmup_updates", ["updates, 2"]),
         (["stages.evaluate.every=1", "stages.evaluate.prompts=0"], "stages.evaluate.every", ["evaluate.prompts"]),
         (["stages.evaluate.samples_per_prompt=2"], "stages.evaluate.samples_per_prompt", ["greedy"]),
         (["data.source=complement_digit"], "data.source", ["complement_digits"]),
@@ -82,7 +82,7 @@ def test_a_problem_is_named(overrides: list[str], key: str, words: list[str]) ->
 
 def test_all_problems_come_at_once() -> None:
     keys = {key for key, _ in found("steps=30", "placement=split", "model.preset=tiny", "stages.reward.function=a.b")}
-    assert keys == {"stages.sync.transport", "model.preset", "stages.reward.function"}
+    assert keys == {"stages.sync.transport", "model.preset", "stages.reward.function", "data.repeat"}
     keys = {
         key for key, _ in found("steps=30", "placement=split", "contract.topology.tp=4", "stages.reward.function=a.b")
     }
@@ -127,6 +127,43 @@ def test_held_out_prompts_that_are_training_prompts(tmp_path: Path) -> None:
     assert "held-out" in sentence
 
 
+def jsonl(tmp_path: Path, train: str, held_out: str = "") -> list[str]:
+    """Overrides for a data set of files."""
+    (tmp_path / "a.jsonl").write_text(train)
+    (tmp_path / "b.jsonl").write_text(held_out)
+    names = f"train: '{tmp_path}/a.jsonl'" + (f", eval: '{tmp_path}/b.jsonl'" if held_out else "")
+    prompts = "1" if held_out else "0"
+    return [f"data={{source: jsonl, parameters: {{{names}}}}}", f"stages.evaluate.prompts={prompts}", "steps=1"]
+
+
+def test_an_overlap_is_found_in_rows_that_this_run_never_draws(tmp_path: Path) -> None:
+    train = "\n".join(f'{{"text": "{n}="}}' for n in range(1000))
+    held_out = '{"text": "7-"}\n\n{"text": "421="}\n'  # a blank line between, as people leave them
+    ((key, sentence),) = found(*jsonl(tmp_path, train, held_out))
+    assert key == "data.source" and "1 of the held-out prompts" in sentence
+    assert f"{tmp_path}/b.jsonl:3 and {tmp_path}/a.jsonl:422" in sentence
+    assert not found(*jsonl(tmp_path, train, held_out.replace("421=", "421-")))
+    assert not found(*jsonl(tmp_path, train, held_out), "data.train_prompts=421")  # those are never drawn
+
+
+def test_an_overlap_of_chats_is_found_whatever_else_the_rows_say(tmp_path: Path) -> None:
+    def chat(answer: int) -> str:
+        return f'{{"messages": [{{"role": "user", "content": "1+1="}}], "answer": {answer}}}\n'
+
+    sentences = [sentence for _, sentence in found(*jsonl(tmp_path, chat(2), chat(3)))]
+    assert any("a.jsonl:1" in sentence and "b.jsonl:1" in sentence for sentence in sentences)
+
+
+def test_a_bad_row_is_named_by_file_and_line_drawn_or_not(tmp_path: Path) -> None:
+    train = "".join(f'{{"text": "{n}="}}\n' for n in range(400)) + '\n{"txt": "1="}\n{"text": 5}\n'
+    problems = found(*jsonl(tmp_path, train))
+    assert [key for key, _ in problems] == ["data.source"] * 2
+    assert f"{tmp_path}/a.jsonl:402: a row has 'text' or 'messages', and this one has neither" in problems[0][1]
+    assert f"{tmp_path}/a.jsonl:403: 'text' is a string, not 5" in problems[1][1]
+    many = '{"txt": "1="}\n' * 50
+    assert len(found(*jsonl(tmp_path, many))) < 6
+
+
 def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n")
     problems = found(
@@ -140,4 +177,4 @@ def test_a_character_outside_the_alphabet_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "1="}\n{"text": "ä"}\n')
     overrides = ["data.source=jsonl", f"data.parameters={{train: '{tmp_path}/a.jsonl'}}", "stages.evaluate.prompts=0"]
     problems = found(*overrides, "steps=1", "stages.rollout.prompts_per_step=2")
-    assert any("train row 1" in sentence and "ä" in sentence for _, sentence in problems), problems
+    assert any("a.jsonl:2:" in sentence and "ä" in sentence for _, sentence in problems), problems

@@ -45,6 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "good.py").write_text(GOOD)
     (folder / "bad.py").write_text(BAD)
     (folder / "raises.py").write_text("raise RuntimeError('at import')")
+    (folder / "leaves.py").write_text("import sys; sys.exit('judge is not installed')")
     (folder / "needs.py").write_text("import surely_not_installed")
     return folder
 
@@ -88,6 +89,9 @@ def test_parameters_are_bound(files: Path) -> None:
         ("raises.py:x", REWARD, {}, "RuntimeError: at import"),
         ("needs.py:x", REWARD, {}, "surely_not_installed"),
         ("nowhere.py:x", REWARD, {}, "there is no file"),
+        ("leaves.py:x", REWARD, {}, "SystemExit: judge is not installed"),
+        ("nowhere.py", REWARD, {}, "nowhere.py:NAME"),
+        ("good.py", REWARD, {}, "good.py:NAME (it defines plain, typed, integer, needs, free, keep, rows)"),
     ],
 )
 def test_functions_that_do_not_fit(

@@ -109,6 +109,17 @@ def test_json_lines(tmp_path: Path) -> None:
     file.write_text("[1]\n")
     with pytest.raises(InputError, match=r"a\.jsonl:1"):
         jsonl.rows("train", train=str(file))
+    file.write_text('{"text": "a\u2028b"}\n\n{"text": "2"}', encoding="utf-8")  # U+2028 ends no line of JSON Lines
+    read = jsonl.rows("train", train=str(file))
+    assert [row["text"] for row in read] == ["a\u2028b", "2"]
+    assert isinstance(read, jsonl.JsonRows) and read.place(1) == f"{file}:3" and read[1:].place(0) == f"{file}:3"  # type: ignore[attr-defined]
+    for damaged in ("[" * 100_000, '{"text": ' + "9" * 5000 + "}"):
+        file.write_text(damaged)
+        with pytest.raises(InputError, match=r"a\.jsonl:1"):
+            jsonl.rows("train", train=str(file))
+    for name in ("a\0b", "x" * 300):
+        with pytest.raises(InputError, match="cannot be read"):
+            jsonl.rows("train", train=name)
     with pytest.raises(InputError, match="no data file"):
         jsonl.rows("train", train=str(tmp_path / "nowhere"))
     assert jsonl.exact_match(prompt(answer=4), SAMPLE, " 4\n") == 1.0

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from vime.cli.options import json_option, overrides_option, pipeline_argument
+from vime.cli.words import counted
+
+if TYPE_CHECKING:
+    from vime.pipeline.prepare import Prepared
 
 
 @click.command()
@@ -17,18 +23,16 @@ from vime.cli.options import json_option, overrides_option, pipeline_argument
 @json_option
 def check(pipeline: str, overrides: tuple[str, ...], graph: bool, resolved: bool, as_json: bool) -> int:
     """Check PIPELINE without starting anything."""
-    from vime.pipeline.loading import load_pipeline, resolved_yaml
+    from vime.pipeline.loading import read_pipeline, resolved_yaml
     from vime.pipeline.prepare import prepare
     from vime.pipeline.problems import PipelineError
 
     try:
-        loaded = load_pipeline(pipeline, overrides)
-        prepared = prepare(loaded, new_run=False)
+        prepared = prepare(read_pipeline(pipeline, overrides), new_run=False)
     except PipelineError as error:
         for problem in error.problems:
             click.echo(json.dumps(problem.as_json()) if as_json else str(problem), err=not as_json)
-        count = len(error.problems)
-        click.echo(f"vime: {count} problem{'s' if count != 1 else ''} in {pipeline}; nothing was started", err=True)
+        click.echo(f"vime: {counted(len(error.problems), 'problem')} in {pipeline}; nothing was started", err=True)
         return error.exit_code
     if as_json:
         click.echo(json.dumps({"file": pipeline, "problems": 0, "pipeline": prepared.pipeline.model_dump(mode="json")}))
@@ -38,10 +42,21 @@ def check(pipeline: str, overrides: tuple[str, ...], graph: bool, resolved: bool
     if graph:
         click.echo(prepared.graph.draw())
     if not (graph or resolved):
-        p = prepared.pipeline
-        samples = p.stages.rollout.prompts_per_step * p.stages.rollout.samples_per_prompt
-        click.echo(
-            f"{pipeline}: no problems. {p.steps} steps of {samples} samples; {len(prepared.train_prompts)} training "
-            f"prompts, the longest has {prepared.longest_prompt} tokens; KV cache of {prepared.num_blocks} blocks"
-        )
+        click.echo(f"{pipeline}: no problems. {_described(prepared)}")
     return 0
+
+
+def _described(prepared: Prepared) -> str:
+    """What would run, and whether ``vime run`` would find something in its way."""
+    from vime.pipeline.machine import holds_run
+
+    p = prepared.pipeline
+    samples = p.stages.rollout.prompts_per_step * p.stages.rollout.samples_per_prompt
+    prompts = counted(len(prepared.train_prompts), "training prompt")
+    text = (
+        f"{counted(p.steps, 'step')} of {counted(samples, 'sample')}; {prompts}, the longest of the run has "
+        f"{counted(prepared.longest_prompt, 'token')}; KV cache of {counted(prepared.num_blocks, 'block')}"
+    )
+    if holds_run(Path(p.run_directory)):
+        text += f". {p.run_directory} holds a run already: 'vime run' asks for --fresh or another run_directory"
+    return text

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 @json_option
 def run(pipeline: str, overrides: tuple[str, ...], fresh: bool, as_json: bool) -> int:
     """Run PIPELINE from its start."""
-    from vime.pipeline.loading import load_pipeline
+    from vime.pipeline.loading import read_pipeline
     from vime.pipeline.prepare import prepare
 
     with _last_line(as_json):
-        loaded = load_pipeline(pipeline, overrides)
+        loaded = read_pipeline(pipeline, overrides)
         if fresh:
             prepare(loaded, new_run=False)  # nothing is moved for a pipeline that would not start
             moved = set_aside(Path(loaded.pipeline.run_directory))
@@ -105,7 +105,7 @@ def _last_line(as_json: bool) -> Iterator[None]:
             from vime.pipeline.problems import PipelineError
 
             code = exit_code(error)
-            data = {
+            data: dict[str, object] = {
                 "event": "finished",
                 "status": "interrupted" if code == 3 else "failed",
                 "exit_code": code,

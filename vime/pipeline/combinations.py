@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vime.pipeline.loading import LoadedPipeline
 from vime.pipeline.problems import Problem
-from vime.pipeline.schema import Pipeline
+from vime.pipeline.schema import MissingValue, Pipeline
+
+Found = Iterator[tuple[str, str]]
+Rule = Callable[[Pipeline], Found]
+
+
+def check_rules(loaded: LoadedPipeline, rules: tuple[Rule, ...]) -> list[Problem]:
+    """What rules find; one that asks for a key that is wrong is left out, since that key is reported already."""
+    found: list[Problem] = []
+    for rule in rules:
+        try:
+            for key, message in rule(loaded.pipeline):
+                found.append(loaded.problem(key, message))
+        except MissingValue:
+            continue
+    return found
 
 
 def check_combinations(loaded: LoadedPipeline) -> list[Problem]:
     """Everything that contradicts something else; each message names both keys."""
-    p = loaded.pipeline
-    found = [*_model(p), *_topology(p), *_sides(p), *_rollout(p), *_training(p), *_evaluation(p)]
-    return [loaded.problem(key, message) for key, message in found]
+    return check_rules(loaded, RULES)
 
 
-Found = Iterator[tuple[str, str]]
-
-
-def _model(p: Pipeline) -> Found:
+def _model_source(p: Pipeline) -> Found:
     if (p.model.preset is None) == (p.model.path is None):
         both = "both are set" if p.model.preset is not None else "neither is set"
         yield "model", f"a model comes from model.preset or from model.path, exactly one of them; {both}"
+
+
+def _overrides(p: Pipeline) -> Found:
     if p.model.path is not None and p.model.overrides:
         names = ", ".join(p.model.overrides)
         yield (
@@ -31,15 +44,25 @@ def _model(p: Pipeline) -> Found:
         )
 
 
-def _topology(p: Pipeline) -> Found:
-    for axis in ("tp", "dp"):
+def _powers_of_two(axis: str) -> Rule:
+    def rule(p: Pipeline) -> Found:
         degree = getattr(p.contract.topology, axis)
         if degree & (degree - 1):
             yield f"contract.topology.{axis}", f"{degree} is not a power of two: claimed degrees form a balanced tree"
-    for axis in ("sp", "cp", "ep", "pp"):
+
+    return rule
+
+
+def _only_one(axis: str) -> Rule:
+    def rule(p: Pipeline) -> Found:
         degree = getattr(p.contract.topology, axis)
         if degree != 1:
             yield f"contract.topology.{axis}", f"{degree} cannot be claimed yet: only 1 is implemented for this axis"
+
+    return rule
+
+
+def _data_parallel(p: Pipeline) -> Found:
     dp = p.contract.topology.dp
     samples = p.stages.rollout.prompts_per_step * p.stages.rollout.samples_per_prompt
     if samples % dp:
@@ -50,12 +73,15 @@ def _topology(p: Pipeline) -> Found:
         )
 
 
-def _sides(p: Pipeline) -> Found:
+def _transport(p: Pipeline) -> Found:
     if p.placement == "split" and p.stages.sync.transport == "memory":
         yield (
             "stages.sync.transport",
             "'memory' cannot reach an engine in another process (placement: split); 'shm' or 'disk' can",
         )
+
+
+def _native(p: Pipeline) -> Found:
     native = [side for side in ("rollout", "trainer") if getattr(p.numerics, side) == "native"]
     if native and p.on_mismatch == "stop":
         yield (
@@ -63,45 +89,65 @@ def _sides(p: Pipeline) -> Found:
             "'native' kernels do not keep the contract, and on_mismatch: stop would end the run at its first step; "
             "on_mismatch: continue measures the mismatch",
         )
+
+
+def _staleness(p: Pipeline) -> Found:
     if p.max_staleness:
         yield "max_staleness", f"{p.max_staleness} is not implemented: steps train on samples of their own version (0)"
 
 
-def _rollout(p: Pipeline) -> Found:
-    rollout, sampling = p.stages.rollout, p.stages.rollout.sampling
-    if p.stages.train.require_full_distribution:
-        for key, off in (("top_p", 1.0), ("top_k", 0)):
-            value = getattr(sampling, key)
-            if value != off:
-                yield (
-                    f"stages.rollout.sampling.{key}",
-                    f"{value} removes candidates, so importance ratios would not be those of the sampler, and "
-                    f"stages.train.require_full_distribution is true; set {key}: {off} or that key to false",
-                )
-    if rollout.num_blocks is not None and rollout.kv_memory_bytes is not None:
+def _whole_distribution(key: str, off: float) -> Rule:
+    def rule(p: Pipeline) -> Found:
+        value = getattr(p.stages.rollout.sampling, key)
+        if value != off and p.stages.train.require_full_distribution:
+            yield (
+                f"stages.rollout.sampling.{key}",
+                f"{value} removes candidates, so importance ratios would not be those of the sampler, and "
+                f"stages.train.require_full_distribution is true; set {key}: {off} or that key to false",
+            )
+
+    return rule
+
+
+def _cache_size(p: Pipeline) -> Found:
+    if p.stages.rollout.num_blocks is not None and p.stages.rollout.kv_memory_bytes is not None:
         yield "stages.rollout.num_blocks", "num_blocks and kv_memory_bytes both size the KV cache: set one of them"
-    if rollout.block_size % 8:
-        yield "stages.rollout.block_size", f"{rollout.block_size} is not a multiple of 8"
-    duplicates = [text for text in dict.fromkeys(sampling.stop_strings) if sampling.stop_strings.count(text) > 1]
+
+
+def _block_size(p: Pipeline) -> Found:
+    if p.stages.rollout.block_size % 8:
+        yield "stages.rollout.block_size", f"{p.stages.rollout.block_size} is not a multiple of 8"
+
+
+def _stop_strings(p: Pipeline) -> Found:
+    texts = p.stages.rollout.sampling.stop_strings
+    duplicates = [text for text in dict.fromkeys(texts) if texts.count(text) > 1]
     if duplicates:
         yield "stages.rollout.sampling.stop_strings", f"{duplicates} stand there more than once"
 
 
-def _training(p: Pipeline) -> Found:
-    rollout, train, advantage = p.stages.rollout, p.stages.train, p.stages.advantage
+def _group_size(p: Pipeline) -> Found:
+    advantage = p.stages.advantage
     over_group = advantage.estimator == "grpo" or advantage.baseline != "step_mean"
-    if over_group and rollout.samples_per_prompt < 2:
+    if over_group and p.stages.rollout.samples_per_prompt < 2:
         yield (
             "stages.rollout.samples_per_prompt",
             f"stages.advantage.estimator = {advantage.estimator!r} compares the samples of one prompt: at least 2",
         )
-    if rollout.prompts_per_step % train.updates_per_step:
+
+
+def _updates(p: Pipeline) -> Found:
+    updates, prompts = p.stages.train.updates_per_step, p.stages.rollout.prompts_per_step
+    if prompts % updates:
         yield (
             "stages.train.updates_per_step",
-            f"{train.updates_per_step} does not divide stages.rollout.prompts_per_step = {rollout.prompts_per_step}: "
+            f"{updates} does not divide stages.rollout.prompts_per_step = {prompts}: "
             "an update takes whole groups, the same number each",
         )
-    kl = train.loss.kl
+
+
+def _kl(p: Pipeline) -> Found:
+    kl = p.stages.train.loss.kl
     if kl.coefficient > 0 and kl.reference is None:
         yield (
             "stages.train.loss.kl.coefficient",
@@ -112,24 +158,71 @@ def _training(p: Pipeline) -> Found:
             "stages.train.loss.kl.reference",
             f"{kl.reference!r} is of no use while stages.train.loss.kl.coefficient is 0",
         )
-    updates = p.steps * train.updates_per_step
-    if train.optimizer.warmup_updates >= updates:
+
+
+def _warmup(p: Pipeline) -> Found:
+    updates, warmup = p.steps * p.stages.train.updates_per_step, p.stages.train.optimizer.warmup_updates
+    if warmup >= updates:
         yield (
             "stages.train.optimizer.warmup_updates",
-            f"{train.optimizer.warmup_updates} is not below the run's {updates} updates (steps x updates_per_step): "
+            f"{warmup} is not below the run's updates, {updates} (steps x updates_per_step): "
             "the learning rate would never be reached",
         )
 
 
-def _evaluation(p: Pipeline) -> Found:
-    evaluate = p.stages.evaluate
-    if evaluate.every and not evaluate.prompts:
+def _decay(p: Pipeline) -> Found:
+    optimizer = p.stages.train.optimizer
+    if optimizer.learning_rate * optimizer.weight_decay >= 1:
+        yield (
+            "stages.train.optimizer.weight_decay",
+            f"{optimizer.weight_decay} with learning_rate = {optimizer.learning_rate} takes whole weights away: an "
+            "update multiplies each by 1 - learning_rate x weight_decay, which has to stay above 0",
+        )
+
+
+def _nothing_to_evaluate(p: Pipeline) -> Found:
+    if p.stages.evaluate.every and not p.stages.evaluate.prompts:
         yield (
             "stages.evaluate.every",
-            f"{evaluate.every}, but stages.evaluate.prompts is 0: there is nothing to evaluate",
+            f"{p.stages.evaluate.every}, but stages.evaluate.prompts is 0: there is nothing to evaluate",
         )
+
+
+def _greedy(p: Pipeline) -> Found:
+    evaluate = p.stages.evaluate
     if evaluate.greedy and evaluate.samples_per_prompt > 1:
         yield (
             "stages.evaluate.samples_per_prompt",
             f"{evaluate.samples_per_prompt} samples would be equal while stages.evaluate.greedy is true",
         )
+
+
+def _filter_parameters(p: Pipeline) -> Found:
+    if p.stages.filter.function is None and p.stages.filter.parameters:
+        yield "stages.filter.parameters", "parameters without stages.filter.function have nothing to go to"
+
+
+RULES: tuple[Rule, ...] = (
+    _model_source,
+    _overrides,
+    _powers_of_two("tp"),
+    _powers_of_two("dp"),
+    *(_only_one(axis) for axis in ("sp", "cp", "ep", "pp")),
+    _data_parallel,
+    _transport,
+    _native,
+    _staleness,
+    _whole_distribution("top_p", 1.0),
+    _whole_distribution("top_k", 0),
+    _cache_size,
+    _block_size,
+    _stop_strings,
+    _group_size,
+    _updates,
+    _kl,
+    _warmup,
+    _decay,
+    _nothing_to_evaluate,
+    _greedy,
+    _filter_parameters,
+)

@@ -6,6 +6,7 @@ and a file (``rewards.py:name``, relative to the current directory).
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import functools
 import hashlib
@@ -122,6 +123,8 @@ def _find(name: str, signature: Signature, tasks: Mapping[str, str]) -> tuple[An
             )
             raise FunctionProblem(message, nearest_name(name, tasks))
         name = tasks[name]
+    if name.endswith(".py"):
+        raise FunctionProblem(f"{name!r} names a file and no function in it: write {name}:NAME{_defined_in(name)}")
     place, colon, attribute = name.rpartition(":")
     if not colon:
         place, _, attribute = name.rpartition(".")
@@ -135,6 +138,16 @@ def _find(name: str, signature: Signature, tasks: Mapping[str, str]) -> tuple[An
         raise FunctionProblem(f"{place} has no {attribute!r}", nearest_name(attribute, names)) from None
 
 
+def _defined_in(file: str) -> str:
+    """The functions that a file defines, found without running it, as the end of a sentence."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return f" (it defines {', '.join(names)})" if names else ""
+
+
 def _import_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
@@ -143,13 +156,18 @@ def _import_module(place: str, name: str) -> ModuleType:
             message = f"there is no module {place!r} (for a file of your own write FILE.py:{name.rpartition('.')[2]})"
             raise FunctionProblem(message) from None
         raise FunctionProblem(f"importing {place} needs the module {error.name!r}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FunctionProblem(f"importing {place} raised {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    full = path.resolve()
-    if not full.is_file():
+    try:
+        full = path.resolve()
+        found = full.is_file()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise FunctionProblem(f"{str(path)[:80]!r} cannot be a file here: {why}") from error
+    if not found:
         raise FunctionProblem(f"there is no file {full}")
     module_name = f"vime_user_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, full)
@@ -159,7 +177,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise FunctionProblem(f"importing {full} raised {type(error).__name__}: {error}") from error
     return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,33 +10,39 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
+from vime.pipeline.partial import partial_pipeline, section_at
 from vime.pipeline.problems import PipelineError, Problem, nearest_name
 from vime.pipeline.schema import Pipeline
+from vime.pipeline.sentences import sentence
 from vime.pipeline.yaml_source import Path as KeyPath
 from vime.pipeline.yaml_source import YamlSource, dotted, parse, scalar
 
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """A valid pipeline with the places of its keys, so that later checks can point at them."""
+    """A pipeline with the places of its keys, so that later checks can point at them.
+
+    ``problems`` is empty for a valid one. Where it is not, ``pipeline`` has holes (see
+    :func:`~vime.pipeline.partial.partial_pipeline`) and is good for nothing but finding more that is wrong.
+    """
 
     pipeline: Pipeline
     source: YamlSource
     overrides: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     def problem(self, key: str, message: str, nearest: str | None = None) -> Problem:
         """A problem at a dotted key; one that came from ``--set`` is said to stand on the command line."""
         for override in reversed(self.overrides):
             name = override.partition("=")[0]
             if key == name or key.startswith(name + "."):
-                return Problem(f"--set {override}", 0, 0, key, message, nearest)
+                return Problem(_place(override), 0, 0, key, message, nearest)
         return self.source.problem(tuple(key.split(".")) if key else (), message, nearest)
 
 
 def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> LoadedPipeline:
-    """Read a pipeline file.
+    """Read a valid pipeline file.
 
     Args:
         path: the YAML file.
@@ -46,6 +51,26 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> LoadedPipe
     Raises:
         PipelineError: everything that is wrong with its form, keys and types.
     """
+    return _valid(read_pipeline(path, overrides))
+
+
+def load_text(text: str, file: str, overrides: Sequence[str] = ()) -> LoadedPipeline:
+    """:func:`load_pipeline` on text that was read already."""
+    return _valid(read_text(text, file, overrides))
+
+
+def _valid(loaded: LoadedPipeline) -> LoadedPipeline:
+    if loaded.problems:
+        raise PipelineError(loaded.problems)
+    return loaded
+
+
+def read_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> LoadedPipeline:
+    """Read a pipeline file that may have mistakes, for :func:`~vime.pipeline.prepare.prepare` to find the others.
+
+    Raises:
+        PipelineError: nothing can be made of the file: it is not there, not YAML, or no mapping.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,11 +78,11 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> LoadedPipe
         raise PipelineError([Problem(str(path), 0, 0, "", "there is no such file")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise PipelineError([Problem(str(path), 0, 0, "", f"cannot be read: {error}")]) from error
-    return load_text(text, str(path), overrides)
+    return read_text(text, str(path), overrides)
 
 
-def load_text(text: str, file: str, overrides: Sequence[str] = ()) -> LoadedPipeline:
-    """:func:`load_pipeline` on text that was read already."""
+def read_text(text: str, file: str, overrides: Sequence[str] = ()) -> LoadedPipeline:
+    """:func:`read_pipeline` on text that was read already."""
     source = parse(text, file)
     if source.data is None or not isinstance(source.data, dict):
         if not source.problems:
@@ -66,15 +91,16 @@ def load_text(text: str, file: str, overrides: Sequence[str] = ()) -> LoadedPipe
     problems = list(source.problems)
     for override in overrides:
         problems += _apply_override(source, override)
+    wrong = set(source.unusable)
     try:
         pipeline = Pipeline.model_validate(source.data)
     except ValidationError as error:
-        loaded = _Unvalidated(source, tuple(overrides))
-        problems += [loaded.describe(details) for details in error.errors()]
-        raise PipelineError(_ordered(problems)) from None
+        found, unusable = _Unvalidated(source, tuple(overrides)).describe(error)
+        problems += found
+        wrong |= unusable
     if problems:
-        raise PipelineError(_ordered(problems))
-    return LoadedPipeline(pipeline, source, tuple(overrides))
+        pipeline = partial_pipeline(source.data, wrong)
+    return LoadedPipeline(pipeline, source, tuple(overrides), tuple(_ordered(problems)))
 
 
 def resolved_yaml(pipeline: Pipeline) -> str:
@@ -101,34 +127,19 @@ _Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(float, _represent_float)
 
 
-def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """The schema's section at a path of keys; None where the path leaves the schema."""
-    section: type[BaseModel] = Pipeline
-    for part in path:
-        info = section.model_fields.get(str(part))
-        inner = _section_type(info.annotation) if info is not None else None
-        if inner is None:
-            return None
-        section = inner
-    return section
-
-
-def _section_type(annotation: Any) -> type[BaseModel] | None:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        found = [_section_type(item) for item in typing.get_args(annotation)]
-        return next((item for item in found if item is not None), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
 def _is_mapping(section: type[BaseModel], name: str) -> bool:
     info = section.model_fields[name]
     return typing.get_origin(info.annotation) is dict
 
 
+def _place(override: str) -> str:
+    return f"--set {override if len(override) <= 120 else override[:117] + '...'}"
+
+
 def _apply_override(source: YamlSource, override: str) -> list[Problem]:
     """Set one key in ``source.data``; returns what is wrong with the override."""
     name, equals, value_text = override.partition("=")
-    where = f"--set {override}"
+    where = _place(override)
     if not equals or not name:
         return [Problem(where, 0, 0, "", "an override is KEY.KEY=VALUE")]
     value = parse(value_text, where)
@@ -166,15 +177,37 @@ class _Unvalidated:
     source: YamlSource
     overrides: tuple[str, ...]
 
-    def describe(self, details: ErrorDetails) -> Problem:
-        path = self._real_path(details["loc"])
-        message, near = self._sentence(details, path)
+    def describe(self, error: ValidationError) -> tuple[list[Problem], set[KeyPath]]:
+        """One problem a wrong key, and the paths of the keys whose value cannot be used."""
+        problems: list[Problem] = []
+        wrong: set[KeyPath] = set()
+        for details in error.errors():
+            path = self._real_path(details["loc"])
+            if path and isinstance(path[-1], int) and details["type"] == "missing":
+                # a list that is too short: pydantic names the item that is not there
+                path, items = path[:-1], self._value(path[:-1])
+                details = {**details, "type": "too_short", "input": items}
+            message, near = sentence(details, path)
+            problems.append(self._problem(path, message, near))
+            if details["type"] != "extra_forbidden":
+                wrong.add(path)
+            elif near is not None and near not in self._value(path[:-1]):
+                wrong.add((*path[:-1], near))  # that it holds its default is the mistake
+        return problems, wrong
+
+    def _problem(self, path: KeyPath, message: str, near: str | None) -> Problem:
         key = dotted(path)
         for override in reversed(self.overrides):
             name = override.partition("=")[0]
             if key == name or key.startswith((name + ".", name + "[")):
-                return Problem(f"--set {override}", 0, 0, key, message, near)
+                return Problem(_place(override), 0, 0, key, message, near)
         return self.source.problem(path, message, near)
+
+    def _value(self, path: KeyPath) -> Any:
+        value = self.source.data
+        for part in path:
+            value = value[part]
+        return value
 
     def _real_path(self, location: tuple[str | int, ...]) -> KeyPath:
         """Drop the names of union members that pydantic adds to a location."""
@@ -189,34 +222,6 @@ class _Unvalidated:
             elif last and isinstance(data, dict | list):
                 path.append(part)
         return tuple(path)
-
-    def _sentence(self, details: ErrorDetails, path: KeyPath) -> tuple[str, str | None]:
-        kind, value = details["type"], details["input"]
-        context = details.get("ctx", {})
-        if kind == "extra_forbidden":
-            parent = section_at(path[:-1])
-            names = list(parent.model_fields) if parent is not None else []
-            near = nearest_name(str(path[-1]), names)
-            choices = "" if near is not None else f"; its keys are {', '.join(names)}"
-            return f"there is no such key in {dotted(path[:-1]) or 'a pipeline'}{choices}", near
-        if kind == "missing":
-            return "this key is required and has no default", None
-        if kind == "literal_error":
-            expected = str(context.get("expected", ""))
-            options = [part.strip(" '") for part in expected.replace(" or ", ",").split(",")]
-            return f"{value!r} is not possible; {expected} is", nearest_name(str(value), options)
-        if kind in ("model_type", "model_attributes_type", "dict_type"):
-            return f"{_shown(value)} is not a section: keys and values are expected here", None
-        text = details["msg"]
-        text = text[0].lower() + text[1:]
-        return f"{_shown(value)} is not possible: {text.replace('input should', 'it should')}", None
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "an empty value"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _ordered(problems: Sequence[Problem]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""What a run finds on this machine: a free run directory, enough disk."""
+"""What a run finds on this machine: a place for its directory, enough disk and memory, processors for its threads."""
 
 from __future__ import annotations
 
@@ -6,55 +6,130 @@ import os
 import shutil
 from pathlib import Path
 
+from rlkernel.kernels.cpu.threads import available_cpus
 from rlkernel.models.config import ModelConfig
+from vime.errors import InputError
 from vime.pipeline.loading import LoadedPipeline
+from vime.pipeline.paths import unusable_path
 from vime.pipeline.problems import Problem
 from vime.pipeline.schema import Pipeline
+from vime.pipeline.sizes import bytes_per_block, kv_blocks, longest_sequence
 
 _BYTES_PER_TOKEN = 64  # token, mask, version, both sides' log-probability, entropy and digest, and the log's share
 _BYTES_PER_SAMPLE = 4096
 _SPARE = 64 * 2**20
+_BYTES_PER_PARAMETER = 28  # master, both moments, gradient; weights of trainer and engine; what was loaded
+_BYTES_PER_SEQUENCE = 96  # bookkeeping of one running sequence, beside its table of blocks
 
 
-def check_run_directory(loaded: LoadedPipeline) -> list[Problem]:
-    """The run directory must not exist yet, or be empty, and its parent must be writable."""
-    name = loaded.pipeline.run_directory
+def check_run_directory(loaded: LoadedPipeline, *, new_run: bool) -> list[Problem]:
+    """The run directory can be made; for a new run it does not exist yet, or is empty."""
+    name, key = loaded.pipeline.run_directory, "run_directory"
+    message = unusable_path(name)
+    if message is None and not Path(name).absolute().name:
+        message = f"{name!r} has no name of its own: a folder inside of it is needed"
+    if message is not None:
+        return [loaded.problem(key, message)]
     path = Path(name)
-    key = "run_directory"
     if path.exists() and not path.is_dir():
         return [loaded.problem(key, f"{name!r} is a file; a new folder is needed")]
     if path.is_dir() and any(path.iterdir()):
+        if not holds_run(path):
+            message = f"{name!r} is not empty and holds no run: name a folder that does not exist"
+            return [loaded.problem(key, message)]
         message = (
             f"{name!r} holds a run already. Continue it: vime resume {name}. Keep it and start again beside it: "
             "--set run_directory=OTHER. Move it aside and start again: --fresh"
         )
-        return [loaded.problem(key, message)]
+        return [loaded.problem(key, message)] if new_run else []
     parent = _existing(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return [loaded.problem(key, f"{name!r} cannot be made: {str(parent)!r} is not a writable folder")]
     return []
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run was begun in a folder."""
+    return (folder / "timeline.jsonl").exists() or (folder / "pipeline.yaml").exists()
+
+
+def check_threads(loaded: LoadedPipeline) -> list[Problem]:
+    """More threads than this machine can make anything of."""
+    threads, cpus = loaded.pipeline.threads, available_cpus()
+    most = max(64, 4 * cpus)
+    if threads is None or threads <= most:
+        return []
+    message = (
+        f"{threads} threads on {cpus} processor{'s' if cpus != 1 else ''} would wait for each other: at most {most} "
+        "are possible here, and null takes one a processor. The number changes no bit"
+    )
+    return [loaded.problem("threads", message)]
+
+
 def estimated_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
     """Disk that a run may take: checkpoints (one is written before the oldest is removed) and per-token arrays."""
-    parameters = sum(_product(shape) for shape in config.weight_shapes().values())
-    checkpoint = parameters * (4 + 4 + 4 + 4)  # master, both moments, weights
-    rollout = pipeline.stages.rollout
+    checkpoint = _parameters(config) * (4 + 4 + 4 + 4)  # master, both moments, weights
+    kept = min(pipeline.checkpoint.keep + 1, -(-pipeline.steps // pipeline.checkpoint.every) + 1)
+    rollout, evaluate = pipeline.stages.rollout, pipeline.stages.evaluate
     samples = pipeline.steps * rollout.prompts_per_step * rollout.samples_per_prompt
+    evaluations = 2 + (pipeline.steps // evaluate.every if evaluate.every else 0)
+    samples += evaluations * evaluate.prompts * evaluate.samples_per_prompt
     per_sample = _BYTES_PER_SAMPLE + _BYTES_PER_TOKEN * rollout.sampling.max_new_tokens
-    return checkpoint * (pipeline.checkpoint.keep + 1) + samples * per_sample + _SPARE
+    return checkpoint * kept + samples * per_sample + _SPARE
 
 
-def check_machine(loaded: LoadedPipeline, config: ModelConfig | None) -> list[Problem]:
+def check_disk(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
     """Disk space where the run directory will be."""
-    if config is None:
+    if unusable_path(loaded.pipeline.run_directory) is not None:
         return []
     parent = _existing(Path(loaded.pipeline.run_directory))
     needed, free = estimated_bytes(loaded.pipeline, config), shutil.disk_usage(parent).free
     if free < needed:
-        message = f"the run may write {needed / 1e9:.2f} GB, and {str(parent)!r} has {free / 1e9:.2f} GB free"
+        message = f"the run may write {_size(needed)}, and {str(parent)!r} has {_size(free)} free"
         return [loaded.problem("run_directory", message)]
     return []
+
+
+def check_memory(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: int) -> list[Problem]:
+    """Weights with their optimizer, and the KV cache, each against the whole memory of this machine."""
+    pipeline, memory = loaded.pipeline, total_memory()
+    weights = _parameters(config) * _BYTES_PER_PARAMETER
+    if weights > memory:
+        message = f"weights, gradients and optimizer take {_size(weights)}, and this machine has {_size(memory)}"
+        return [loaded.problem("model", message)]
+    rollout = pipeline.stages.rollout
+    sequence_blocks = -(-longest_sequence(pipeline, config, longest_prompt) // rollout.block_size)
+    try:
+        blocks = kv_blocks(pipeline, config, longest_prompt)
+    except InputError:
+        return []  # no block fits: reported with the sequences' sizes
+    cache = (blocks + 1) * bytes_per_block(config, rollout.block_size)
+    rows = rollout.max_num_seqs * (_BYTES_PER_SEQUENCE + 4 * sequence_blocks)
+    if rows > memory:
+        message = (
+            f"the tables of {rollout.max_num_seqs} sequences take {_size(rows)}, and this machine has {_size(memory)}: "
+            "no more run at a time than a step has samples"
+        )
+        return [loaded.problem("stages.rollout.max_num_seqs", message)]
+    if cache > memory:
+        sized = [name for name in ("num_blocks", "kv_memory_bytes") if getattr(rollout, name) is not None]
+        message = (
+            f"the KV cache of {blocks} blocks, {rollout.block_size} tokens each, takes {_size(cache)}, and this "
+            f"machine has {_size(memory)}; its size follows from num_blocks or kv_memory_bytes, else from max_num_seqs, "
+            "and from block_size"
+        )
+        return [loaded.problem(f"stages.rollout.{sized[0] if sized else 'max_num_seqs'}", message)]
+    return []
+
+
+def total_memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _size(count: int) -> str:
+    """Decimal bytes for people; Python's floats end at 1e308, and this does not."""
+    return f"{count / 1e9:,.2f} GB" if count < 10**15 else f"more than {min(count, 10**30) // 10**12:,} TB"
 
 
 def _existing(path: Path) -> Path:
@@ -65,8 +140,11 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
+def _parameters(config: ModelConfig) -> int:
+    result = 0
+    for shape in config.weight_shapes().values():
+        product = 1
+        for size in shape:
+            product *= size
+        result += product
     return result

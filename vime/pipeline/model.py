@@ -14,8 +14,14 @@ from rlkernel.models.loading import read_json
 from rlkernel.models.presets import PRESETS, preset_tokenizer
 from rlkernel.models.tokenizer import Tokenizer, load_tokenizer
 from vime.pipeline.loading import LoadedPipeline
+from vime.pipeline.paths import unusable_path
 from vime.pipeline.problems import Problem, nearest_name
+from vime.pipeline.ranges import Range
 from vime.pipeline.schema import Model
+from vime.pipeline.sentences import shown
+
+_KINDS = {int: "a whole number", float: "a number with a point", bool: "true or false"}
+_MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ def resolve_model(loaded: LoadedPipeline) -> tuple[ResolvedModel | None, list[Pr
     if config is None:
         return None, problems
     try:
+        if model.tokenizer is not None and (message := unusable_path(model.tokenizer)) is not None:
+            return None, [*problems, loaded.problem("model.tokenizer", message)]
         tokenizer = _tokenizer(model, config)
         tokenizer.check_fits(config)
     except RlkernelError as error:
@@ -62,7 +70,10 @@ def _preset(loaded: LoadedPipeline, name: str) -> tuple[ModelConfig | None, list
             message = f"a preset has no dimension {key!r}; it has {', '.join(allowed)}"
             problems.append(loaded.problem(place, message, nearest_name(key, allowed)))
         elif type(value) is not allowed[key]:
-            problems.append(loaded.problem(place, f"{value!r} is not possible: {allowed[key].__name__} is needed"))
+            message = f"{shown(value)} is not possible: {_KINDS[allowed[key]]} is needed"
+            problems.append(loaded.problem(place, message))
+        elif (message := _range(key, value).problem(value) or "") and type(value) is not bool:
+            problems.append(loaded.problem(place, message))
     if problems:
         return None, problems
     values: dict[str, Any] = dict(loaded.pipeline.model.overrides)
@@ -72,8 +83,18 @@ def _preset(loaded: LoadedPipeline, name: str) -> tuple[ModelConfig | None, list
         return None, [loaded.problem("model.overrides", str(error))]
 
 
+def _range(key: str, value: float) -> Range:
+    if isinstance(value, float):
+        return Range(1e-12, 1.0, "It is added to a mean of squares in float32")
+    most = _MOST_LAYERS if key == "num_layers" else 2**31 - 1
+    return Range(1, most, "No model has more" if key == "num_layers" else "Kernels count in 32 bits")
+
+
 def _stored(loaded: LoadedPipeline, path: Path) -> tuple[ModelConfig | None, list[Problem]]:
     """Dimensions from a Hugging Face folder or a GGUF file."""
+    message = unusable_path(str(path))
+    if message is not None:
+        return None, [loaded.problem("model.path", message)]
     try:
         if path.is_dir():
             generation = path / "generation_config.json"

@@ -6,18 +6,36 @@ Keys marked ``bits: false`` may not change a bit of a run (tokens, log-probabili
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 _NO_BITS: dict[str, Any] = {"bits": False}
-Count = Annotated[int, Field(ge=1)]
+_MOST = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
+Bytes = Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class MissingValue(Exception):
+    """A check asked for a key whose value is wrong, in a pipeline that is checked as far as it can be."""
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no conversions between types, finite numbers only."""
+    """Base of every section: frozen, no unknown keys, no conversions between types, finite numbers only.
+
+    A section of a file with mistakes lacks the keys that are wrong: reading one raises :class:`MissingValue`, so that
+    no check can take a default for what somebody wrote.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise MissingValue(name)
+            return super().__getattr__(name)
 
 
 class Model(Section):
@@ -29,7 +47,7 @@ class Model(Section):
 
     preset: str | None = None
     path: str | None = Field(default=None, json_schema_extra=_NO_BITS)
-    overrides: dict[str, int | float | bool] = Field(default_factory=dict)
+    overrides: dict[str, Any] = Field(default_factory=dict)
     tokenizer: str | None = None
 
 
@@ -80,10 +98,10 @@ class Sampling(Section):
     """
 
     temperature: float = Field(default=1.0, gt=0.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: CountOrZero = 0
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_new_tokens: Count = 16
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
+    stop_token_ids: tuple[CountOrZero, ...] = Field(default=(), strict=False)
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
 
 
@@ -99,7 +117,7 @@ class Rollout(Section):
     max_batched_tokens: Count = Field(default=2048, json_schema_extra=_NO_BITS)
     block_size: Count = Field(default=16, json_schema_extra=_NO_BITS)
     num_blocks: Count | None = Field(default=None, json_schema_extra=_NO_BITS)
-    kv_memory_bytes: Count | None = Field(default=None, json_schema_extra=_NO_BITS)
+    kv_memory_bytes: Bytes | None = Field(default=None, json_schema_extra=_NO_BITS)
     prefix_caching: bool = Field(default=True, json_schema_extra=_NO_BITS)
 
 
@@ -174,7 +192,7 @@ class Optimizer(Section):
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_updates: int = Field(default=0, ge=0)
+    warmup_updates: CountOrZero = 0
     final_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
 
@@ -207,8 +225,8 @@ class Evaluate(Section):
     ``prompts`` 0 switches evaluation off.
     """
 
-    every: int = Field(default=0, ge=0)
-    prompts: int = Field(default=0, ge=0)
+    every: CountOrZero = 0
+    prompts: CountOrZero = 0
     samples_per_prompt: Count = 1
     greedy: bool = True
 
@@ -245,11 +263,19 @@ class Pipeline(Section):
     data: Data
     stages: Stages
     steps: Count
-    max_staleness: int = Field(default=0, ge=0)
+    max_staleness: CountOrZero = 0
     threads: Count | None = Field(default=None, json_schema_extra=_NO_BITS)
     checkpoint: Checkpoint = Field(default=Checkpoint(), json_schema_extra=_NO_BITS)
     on_mismatch: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "continue"] = "stop"
+
+
+def value_at(pipeline: Pipeline, key: str) -> object:
+    """The value of a dotted key. Raises MissingValue where it is wrong."""
+    value: object = pipeline
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def bit_relevant(pipeline: Pipeline) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from rlkernel.contract.build import build_contract
+from rlkernel.contract.claims import Topology
+from rlkernel.errors import RlkernelError
 from rlkernel.models.config import ModelConfig
 from vime.errors import InputError
+from vime.pipeline.combinations import Found, check_rules
 from vime.pipeline.loading import LoadedPipeline
 from vime.pipeline.model import ResolvedModel
 from vime.pipeline.problems import Problem
@@ -46,20 +50,45 @@ def kv_blocks(pipeline: Pipeline, config: ModelConfig, longest_prompt: int) -> i
 
 
 def check_model_sizes(loaded: LoadedPipeline, model: ResolvedModel) -> list[Problem]:
-    """Claimed degrees against dimensions, token ids against the vocabulary, stop conditions."""
-    pipeline, config = loaded.pipeline, model.config
-    problems: list[Problem] = []
-    tp = pipeline.contract.topology.tp
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        size = getattr(config, name)
-        if size % tp:
-            message = f"{tp} does not divide the model's {name} = {size}: every rank owns whole, equal parts"
-            problems.append(loaded.problem("contract.topology.tp", message))
-    outside = [t for t in pipeline.stages.rollout.sampling.stop_token_ids if t >= config.vocab_size]
-    if outside:
-        message = f"{outside} are no tokens: the vocabulary has {config.vocab_size}"
-        problems.append(loaded.problem("stages.rollout.sampling.stop_token_ids", message))
-    return problems
+    """Claimed degrees against dimensions, token ids and candidates against the vocabulary."""
+    config = model.config
+
+    def divides(p: Pipeline) -> Found:
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            size, tp = getattr(config, name), p.contract.topology.tp
+            if size % tp:
+                message = f"{tp} does not divide the model's {name} = {size}: every rank owns whole, equal parts"
+                yield "contract.topology.tp", message
+
+    def stops(p: Pipeline) -> Found:
+        outside = [t for t in p.stages.rollout.sampling.stop_token_ids if t >= config.vocab_size]
+        if outside:
+            message = f"{outside} are no tokens: the vocabulary has {config.vocab_size}"
+            yield "stages.rollout.sampling.stop_token_ids", message
+
+    def candidates(p: Pipeline) -> Found:
+        top_k = p.stages.rollout.sampling.top_k
+        if top_k > config.vocab_size:
+            message = f"{top_k} candidates of a vocabulary of {config.vocab_size}: nothing would be removed; 0 says so"
+            yield "stages.rollout.sampling.top_k", message
+
+    return check_rules(loaded, (divides, stops, candidates))
+
+
+def check_contract(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
+    """Whether a contract can be made at all, of a pipeline with which nothing else is wrong."""
+    contract = loaded.pipeline.contract
+    try:
+        build_contract(
+            config,
+            profile=contract.profile,
+            dtype=contract.dtype,
+            topology=Topology(**contract.topology.model_dump()),
+            temperature=loaded.pipeline.stages.rollout.sampling.temperature,
+        )
+    except RlkernelError as error:
+        return [loaded.problem("contract", str(error))]
+    return []
 
 
 def check_sequence_sizes(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: int) -> list[Problem]:

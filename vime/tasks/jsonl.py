@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from vime.errors import InputError
 from vime.types import GeneratedSample, Namespace, Prompt
+
+
+@dataclass(frozen=True)
+class JsonRows(Sequence[Mapping[str, Any]]):
+    """The rows of one file, and the line that each stands on (counted from 1)."""
+
+    path: Path
+    found: tuple[Mapping[str, Any], ...]
+    lines: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> JsonRows: ...
+
+    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | JsonRows:
+        if isinstance(index, slice):
+            return JsonRows(self.path, self.found[index], self.lines[index])
+        return self.found[index]
+
+    def place(self, number: int) -> str:
+        """File and line of a row."""
+        return f"{self.path}:{self.lines[number]}"
 
 
 def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequence[Mapping[str, Any]]:
@@ -20,29 +48,37 @@ def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequen
     name = eval if namespace == "eval" else train
     if name is None:
         return []
-    path = Path(name).resolve()
+    if not isinstance(name, str):
+        raise InputError(f"{'eval' if namespace == 'eval' else 'train'} = {name!r}: the name of a file is needed")
     try:
+        path = Path(name).resolve()
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"there is no data file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data file {path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # a ValueError for text that is not UTF-8, and for a NUL in the name
+        raise InputError(f"data file {name[:200]!r} cannot be read: {error}") from error
     found: list[Mapping[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines: list[int] = []
+    # not splitlines(): that also cuts at U+2028 and others, which a JSON string may hold
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON that can be read ({error})") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}:{number}: a row is an object with 'text' or 'messages', not {line[:40]!r}")
         found.append(row)
-    return found
+        lines.append(number)
+    return JsonRows(path, tuple(found), tuple(lines))
 
 
 def exact_match(prompt: Prompt, sample: GeneratedSample, text: str, *, field: str = "answer") -> float:
     """1 if the response without surrounding white space equals a field of the row, else 0."""
     if field not in prompt.row:
-        raise InputError(f"prompt {prompt.prompt_index} has no field {field!r}; its row has {', '.join(prompt.row)}")
+        has = ", ".join(map(str, prompt.row))
+        raise InputError(f"the row of the prompt {prompt.text[:60]!r} has no field {field!r}; it has {has}")
     return 1.0 if text.strip() == str(prompt.row[field]).strip() else 0.0

@@ -73,7 +73,7 @@ class PromptSet:
             try:
                 self._rendered[number] = render(self.rows[number], self._tokenizer)
             except InputError as error:
-                raise InputError(f"{self.namespace} row {number} (counted from 0): {error}") from error
+                raise InputError(f"{name_row(self.rows, self.namespace, number)}: {error}") from error
         text, token_ids = self._rendered[number]
         return Prompt(self.namespace, prompt_index, token_ids, text, self.rows[number])
 
@@ -82,12 +82,20 @@ class PromptSet:
         return tuple(self.prompt(first + i) for i in range(count))
 
 
-def render(row: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[str, tuple[int, ...]]:
-    """Text and token ids of a row: ``text`` as it is, or ``messages`` through the tokenizer's chat template.
+def name_row(rows: Sequence[Mapping[str, Any]], namespace: Namespace, number: int) -> str:
+    """A row as people find it: by ``rows.place(number)`` where the source has that (file and line), else by number."""
+    place = getattr(rows, "place", None)
+    return str(place(number)) if callable(place) else f"{namespace} row {number} (counted from 0)"
+
+
+def prompt_content(row: Any) -> str | tuple[tuple[str, str], ...]:
+    """What a row asks, before any tokenizer: its text, or (role, content) of its messages.
 
     Raises:
-        InputError: the row has neither or both, a value of another type, or encodes to no token.
+        InputError: the row has neither or both, or a value of another type.
     """
+    if not isinstance(row, Mapping):
+        raise InputError(f"a row is a mapping with 'text' or 'messages', not {_cut(row)}")
     present = [name for name in ("text", "messages") if name in row]
     if len(present) != 1:
         has = "both" if present else "neither"
@@ -97,23 +105,36 @@ def render(row: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[str, tup
     if present[0] == "text":
         text = row["text"]
         if not isinstance(text, str):
-            raise InputError(f"'text' is a string, not {text!r}")
-    else:
-        text = _from_messages(row["messages"], tokenizer.render)
-    token_ids = tuple(_guarded(lambda: tokenizer.encode(text, special=present[0] == "text")))
-    if not token_ids:
-        raise InputError(f"{text!r} encodes to no token: a prompt has at least one")
-    return text, token_ids
-
-
-def _from_messages(messages: Any, template: Callable[[Sequence[Mapping[str, str]]], str]) -> str:
+            raise InputError(f"'text' is a string, not {_cut(text)}")
+        return text
+    messages = row["messages"]
     good = isinstance(messages, list | tuple) and messages
     if not good or not all(
         isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
         for item in messages
     ):
-        raise InputError(f"'messages' is a list of {{role, content}}, not {messages!r}")
-    return _guarded(lambda: template(messages))
+        raise InputError(f"'messages' is a list of {{role, content}}, not {_cut(messages)}")
+    return tuple((item["role"], item["content"]) for item in messages)
+
+
+def render(row: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[str, tuple[int, ...]]:
+    """Text and token ids of a row: ``text`` as it is, or ``messages`` through the tokenizer's chat template.
+
+    Raises:
+        InputError: the row has neither or both, a value of another type, or encodes to no token.
+    """
+    content = prompt_content(row)
+    plain = isinstance(content, str)
+    text = content if isinstance(content, str) else _guarded(lambda: tokenizer.render(row["messages"]))
+    token_ids = tuple(_guarded(lambda: tokenizer.encode(text, special=plain)))
+    if not token_ids:
+        raise InputError(f"{text!r} encodes to no token: a prompt has at least one")
+    return text, token_ids
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _guarded(call: Callable[[], T]) -> T:
