@@ -58,7 +58,7 @@ class RopeTables:
 class Host:
     """Services for one pass over one batch. ``state`` is None where whole sequences are attended (trainer).
 
-    ``row_starts`` int32 [S+1]: offsets of each sequence's rows among the rows that the head works on; None: one sequence.
+    ``row_starts`` int32 [S+1]: offsets of each sequence's rows among the rows of the head; None: one sequence.
     """
 
     config: ModelConfig

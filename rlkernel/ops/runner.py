@@ -159,8 +159,8 @@ class ModelRunner:
     ) -> Tape:
         """Training forward over whole sequences.
 
-        ``rows`` [R], ascending, are the batch rows whose hidden state predicts ``targets`` [R]. With ``checkpointing`` only each
-        layer's input is kept, with the digest of its output; the backward recomputes the layer and compares.
+        ``rows`` [R], ascending, are the batch rows whose hidden state predicts ``targets`` [R]. With ``checkpointing``
+        only each layer's input is kept, with the digest of its output; the backward recomputes the layer and compares.
         """
         self._check_targets(targets)
         host = self._host(batch, "trainer_forward", None)

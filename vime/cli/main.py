@@ -21,6 +21,7 @@ from vime.cli.inspect import diff, provenance, report, timeline
 from vime.cli.model import model
 from vime.cli.reveal import reveal
 from vime.cli.run import resume, run
+from vime.cli.verify import verify
 from vime.errors import VimeError
 
 
@@ -33,7 +34,7 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit, admit):
+for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit, admit, verify):
     cli.add_command(command)
 
 
