@@ -34,7 +34,22 @@ def cli() -> None:
     """
 
 
-for command in (run, resume, check, report, provenance, timeline, diff, doctor, model, contract, reveal, audit, admit, verify):
+for command in (
+    run,
+    resume,
+    check,
+    report,
+    provenance,
+    timeline,
+    diff,
+    doctor,
+    model,
+    contract,
+    reveal,
+    audit,
+    admit,
+    verify,
+):
     cli.add_command(command)
 
 
