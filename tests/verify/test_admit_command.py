@@ -1,0 +1,207 @@
+"""``vime admit``: right and wrong kernels of a user, what is printed, exit codes, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkernel.verify.admission.certificate import certificate_from_json
+from rlkernel.verify.admission.store import read_certificates
+from rlkernel.verify.admission.user import GRADIENTS, SIGNATURES
+from tests.pipeline.helpers import text
+from vime.cli.main import invoke
+
+Capture = pytest.CaptureFixture[str]
+OWN = """
+import numpy as np
+import torch
+
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.admission.plain import chains
+
+
+def add(stream, branch):
+    return stream + branch
+
+
+def add_numpy(stream, branch):
+    return stream + branch
+
+
+def add_late(stream, branch):
+    return (stream.double() + branch.double()).float() if stream.dtype == torch.float32 else branch + stream + 0.0
+
+
+def flat_add(stream, branch):
+    if not (stream.is_contiguous() and branch.is_contiguous()):
+        raise ValueError("give me contiguous rows")
+    return stream + branch
+
+
+def blind_add(stream, branch):
+    parts = [torch.as_strided(x, x.shape, (x.shape[1], 1)) for x in (stream, branch)]
+    return parts[0] + parts[1]
+
+
+def ascending(x, weight):
+    return chains(np.ascontiguousarray(x), weight, 1, Workers(1))
+
+
+def descending(x, weight):
+    return ascending(x[:, ::-1], np.ascontiguousarray(weight[:, ::-1]))
+
+
+def embed(table, ids):
+    return table[ids]
+
+
+def embed_gradient(dh, ids, grad):
+    for row, token in enumerate(ids.tolist()):
+        grad[token] += dh[row].float()
+    return grad
+
+
+def first_row_gradient(dh, ids, grad):
+    grad[ids] = dh.float()
+    return grad
+
+
+def strict(stream, branch):
+    assert len(stream) != 1, "one row is too few"
+    return stream + branch
+
+
+def nothing(x, weight, eps):
+    return None
+
+
+def wide(x, weight, eps):
+    return x.double()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    file = tmp_path / "own_kernels.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+def call(*arguments: object) -> int:
+    return invoke(["admit", *(str(item) for item in arguments)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("add", ["--region", "residual_add"]),
+        ("add", ["--region", "residual_add", "--dtype", "bfloat16"]),
+        ("add_numpy", ["--region", "residual_add", "--takes", "numpy"]),
+        ("ascending", ["--region", "o_proj", "--takes", "numpy"]),
+        ("embed", ["--region", "embedding"]),
+        ("embed_gradient", ["--region", "embedding", "--backward"]),
+    ],
+)
+def test_a_right_kernel_is_admitted(own: str, capsys: Capture, name: str, options: list[str]) -> None:
+    assert call(f"{own}:{name}", *options) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"admitted: user.own_kernels.py:{name} computes {options[1]} of profile portable")
+    assert "interpreter = user.own_kernels.py" in out and "none differs" in out and "zero rows" in out
+
+
+def test_its_certificate_is_kept_and_names_what_it_is_bound_to(own: str, tmp_path: Path, capsys: Capture) -> None:
+    assert call(f"{own}:add", "--region", "residual_add", "--to", tmp_path / "kept", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    certificate = certificate_from_json(printed["certificate"])
+    assert printed["event"] == "admitted" and read_certificates(tmp_path / "kept") == [certificate]
+    assert {"torch", "threads", "instructions", "numpy"} <= dict(certificate.toolchain).keys()
+    assert certificate.target == "cpu" and certificate.cases == ("trainer_forward",)
+    assert certificate.outputs > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "point"),
+    [
+        ("descending", ["--region", "o_proj", "--takes", "numpy"], "merge order: the bits are those of a chain"),
+        ("add_late", ["--region", "residual_add", "--dtype", "bfloat16"], ""),
+        ("first_row_gradient", ["--region", "embedding", "--backward"], "dependency"),
+        ("blind_add", ["--region", "residual_add"], "dependency"),
+    ],
+)
+def test_a_wrong_kernel_is_refused_with_the_point(
+    own: str, capsys: Capture, name: str, options: list[str], point: str
+) -> None:
+    assert call(f"{own}:{name}", *options) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"refused: user.own_kernels.py:{name} is not {options[1]} of this contract")
+    assert "where:    trainer_" in out and "the contract gives 0x" in out and f"point:    {point}" in out
+    assert "  first:    " in out and " outputs differ" in out
+
+
+def test_a_refusal_in_json_holds_both_patterns(own: str, capsys: Capture) -> None:
+    assert call(f"{own}:add", "--region", "swiglu", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["event"] == "refused" and report["explanation"].keys() >= {"point", "sentence", "certain"}
+    assert report["difference"]["expected"] != report["difference"]["found"]
+
+
+def test_views_may_be_refused_but_not_misread(own: str, capsys: Capture) -> None:
+    assert call(f"{own}:flat_add", "--region", "residual_add") == 0
+    assert "views that are not contiguous (refused)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "region", "words"),
+    [
+        ("strict", "residual_add", "AssertionError: one row is too few"),
+        ("nothing", "rms_norm", "it returned NoneType; float32 values (or bfloat16 tensors) are needed"),
+        ("wide", "rms_norm", "float32 and bfloat16 are"),
+        ("add", "rms_norm", "takes 2 positional arguments but 3 were given"),
+    ],
+)
+def test_a_failing_kernel_is_refused_with_its_own_words(
+    own: str, capsys: Capture, name: str, region: str, words: str
+) -> None:
+    assert call(f"{own}:{name}", "--region", region) == 1
+    out = capsys.readouterr().out
+    assert words in out and f"it is called as {SIGNATURES[region]}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a function and its --region"),
+        (["{own}:add"], "name a function and its --region"),
+        (["{own}:absent", "--region", "rope"], "has no function 'absent'"),
+        (["{own}:add", "--region", "router"], "there is no region 'router'"),
+        (["{own}:add", "--region", "residual_add", "--backward"], "there is no gradient of a region 'residual_add'"),
+        (["no.such.module:f", "--region", "rope"], "importing no.such.module raised ModuleNotFoundError"),
+        (["math:sqrt", "--region", "rms_norm"], "the source file of"),
+        (["add", "--region", "rope"], "names no function"),
+        (["{own}:add", "--region", "residual_add", "--profile", "volta"], "profile 'volta' is unknown"),
+        (["{own}:add", "--region", "residual_add", "--device", "meta"], "there is no device 'meta' here"),
+        (["{own}:add", "--region", "rope", "--takes", "numpy", "--device", "cuda"], "the function runs on the CPU"),
+        (["{own}:add", "--region", "rope", "--all"], "--all admits this package's own CPU kernels"),
+    ],
+)
+def test_bad_input_is_code_2_with_a_sentence(own: str, capsys: Capture, arguments: list[str], words: str) -> None:
+    assert call(*(item.format(own=own) for item in arguments)) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and "Traceback" not in captured.err and not captured.out
+
+
+def test_signatures_are_printed(capsys: Capture) -> None:
+    assert call("--signatures") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(SIGNATURES) + len(GRADIENTS)
+    assert any(line.startswith("rms_norm --backward") for line in lines)
+
+
+def test_the_contract_of_a_pipeline_is_taken(own: str, tmp_path: Path, capsys: Capture) -> None:
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(text())
+    assert call(f"{own}:add", "--region", "residual_add", "--pipeline", pipeline, "--dtype", "bfloat16") == 0
+    assert "bfloat16" in capsys.readouterr().out
+    assert call(f"{own}:add", "--region", "qk_norm", "--pipeline", tmp_path / "absent.yaml") == 2
