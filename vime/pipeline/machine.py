@@ -115,8 +115,8 @@ def check_memory(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: in
         sized = [name for name in ("num_blocks", "kv_memory_bytes") if getattr(rollout, name) is not None]
         message = (
             f"the KV cache of {blocks} blocks, {rollout.block_size} tokens each, takes {_size(cache)}, and this "
-            f"machine has {_size(memory)}; its size follows from num_blocks or kv_memory_bytes, else from max_num_seqs, "
-            "and from block_size"
+            f"machine has {_size(memory)}; its size follows from num_blocks or kv_memory_bytes, else from "
+            "max_num_seqs, and from block_size"
         )
         return [loaded.problem(f"stages.rollout.{sized[0] if sized else 'max_num_seqs'}", message)]
     return []
