@@ -294,7 +294,14 @@ class _Run:
             print(f"vime: the report in {self.directory.path} is not up to date: {error}", file=sys.stderr)
 
     def _outcome(self) -> RunOutcome:
-        differing = sum((r["mismatch_count"] or 0) + (r["distribution_mismatch_count"] or 0) for r in self.reports)
+        counts = {
+            what: sum(report[name] or 0 for report in self.reports)
+            for what, name in (
+                ("log-probabilities", "mismatch_count"),
+                ("whole distributions", "distribution_mismatch_count"),
+            )
+        }
+        differing = any(counts.values())
         latest = self.timeline.state.latest_version
         return RunOutcome(
             status="mismatch" if differing else "completed",
@@ -304,7 +311,13 @@ class _Run:
             evaluations=tuple(self.evaluations),
             seconds=time.perf_counter() - self.started,
             manifest_digest="" if latest is None else latest.digest,
-            message=f"{differing} tokens or distributions differ between rollout and trainer" if differing else "",
+            message=(
+                " and ".join(f"{count:,} {what}" for what, count in counts.items())
+                + f" of {sum(report['compared_tokens'] for report in self.reports):,} compared tokens differ between "
+                "rollout and trainer"
+                if differing
+                else ""
+            ),
             extra={"run_digest": self.timeline.run_digest()},
         )
 

@@ -60,6 +60,7 @@ def optimizer_config(pipeline: Pipeline) -> OptimizerConfig:
         kind=settings.schedule,
         warmup_updates=settings.warmup_updates,
         total_updates=pipeline.steps * train.updates_per_step,
+        final_fraction=settings.final_fraction,
     )
     return OptimizerConfig(
         schedule=schedule,
