@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.mismatch.helpers import generated, own_scores, step
 from vime.errors import InvariantViolation
-from vime.mismatch.compare import WorstToken, canonical_bits, compare_step, percentiles
+from vime.mismatch.compare import WorstToken, canonical_bits, compare_step, percentiles, unfounded_entropy
 from vime.types import SampleId, VersionRun
 
 
@@ -48,6 +48,21 @@ def test_the_sign_of_zero_is_a_bit():
     result = compare_step(rollout, scores, 7)
     assert (result.mismatch_count, result.max_abs_diff) == (1, 0.0)
     assert result.worst_token == WorstToken(SampleId("train", 3, 0), 4)
+
+
+def test_an_entropy_that_is_not_that_of_its_distribution_is_named():
+    rollout = step()
+    scores = own_scores(rollout)
+    assert compare_step(rollout, scores, 7).entropy_mismatch_count == 0
+    assert unfounded_entropy(rollout, scores, 7) is None
+    flip(scores.samples[1].entropies, 2)
+    assert compare_step(rollout, scores, 7).entropy_mismatch_count == 1
+    assert compare_step(rollout, scores, 7).equal  # a count of its own
+    assert unfounded_entropy(rollout, scores, 7).startswith("sample train/3/1, position 5: rollout and trainer have")
+    assert unfounded_entropy(rollout, scores, 8) is None  # nothing of version 8 was sampled
+    scores.samples[1].digests[2, 0] ^= np.uint64(1)  # two distributions have two entropies
+    assert compare_step(rollout, scores, 7).entropy_mismatch_count == 1
+    assert unfounded_entropy(rollout, scores, 7) is None
 
 
 def test_distributions_can_differ_where_tokens_agree():

@@ -266,6 +266,10 @@ def other_token(samples):
     return [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *samples[1:]]
 
 
+def other_entropy(samples):
+    return [replace(samples[0], entropies=samples[0].entropies * np.float32(0.5)), *samples[1:]]
+
+
 def old_version(samples):
     runs = tuple(replace(run, version=run.version - 1) for run in samples[0].versions)
     return [replace(samples[0], versions=runs), *samples[1:]]
@@ -283,6 +287,10 @@ def old_version(samples):
         (unknown_token, ["sample train/0/0 holds the token id 10000"]),
         (old_version, ["train/0/0", "tokens carry version -1", "(invariant 3)"]),
         (other_token, ["step 0, compare: ", "the worst is sample train/0/0"]),
+        (
+            other_entropy,
+            ["step 0, compare: sample train/0/0, position 2", "the entropies", "is not that of its distrib"],
+        ),
     ],
 )
 def test_a_wrong_sample_is_caught(vime, change, texts):
@@ -300,3 +308,10 @@ def test_a_wrong_sample_is_caught(vime, change, texts):
 )
 def test_wrong_scores_are_caught(vime, change, text):
     caught(vime.run(plant=faults.changes_scores(change)), "step 0, ", text, "train/", trained=0)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_entropies_of_the_trainer_are_compared_too(vime, policy):
+    plant = faults.changes_scores(lambda s: replace(s, entropies=s.entropies + np.float32(1)))
+    ended = vime.run(f"on_mismatch={policy}", plant=plant)
+    caught(ended, "step 0, compare: sample train/0/0", "the same distribution, bit for bit, but", trained=0)

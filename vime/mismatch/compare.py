@@ -9,7 +9,7 @@ comparable the counts are None: a step that compared nothing never says that not
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +40,8 @@ class StepComparison:
     """What the comparison of one step found. Statistics are over the compared tokens, None when there are none.
 
     ``mismatch_count``: tokens whose two float32 log-probabilities differ in any bit. ``distribution_mismatch_count``:
-    tokens whose digests over the full row of logits differ. ``nonfinite_count``: compared tokens whose log-probability
+    tokens whose digests over the full row of logits differ. ``entropy_mismatch_count``: tokens whose float32 entropies
+    differ in any bit (see also :func:`unfounded_entropy`). ``nonfinite_count``: compared tokens whose log-probability
     is infinite or NaN on either side; they take no part in differences, ratios and k1..k3. With x = rollout - trainer,
     k1 = mean(x), k2 = mean(x^2 / 2), k3 = mean(ratio - 1 + x), ratio = exp(trainer - rollout): estimators of
     KL(rollout || trainer).
@@ -50,6 +51,7 @@ class StepComparison:
     incomparable_tokens: dict[str, int]
     mismatch_count: int | None = None
     distribution_mismatch_count: int | None = None
+    entropy_mismatch_count: int | None = None
     nonfinite_count: int | None = None
     max_abs_diff: float | None = None
     mean_abs_diff: float | None = None
@@ -140,6 +142,7 @@ def compare_step(
     left: list[NDArray[np.float32]] = []
     right: list[NDArray[np.float32]] = []
     digests_differ: list[NDArray[np.bool_]] = []
+    entropies_differ = 0
     tokens: list[tuple[SampleId, int]] = []
     for sample, own in pair_samples(rollout, scores, unaudited):
         if own is None:
@@ -153,14 +156,40 @@ def compare_step(
         left.append(sample.logprobs[chosen])
         right.append(own.logprobs[chosen])
         digests_differ.append((sample.digests[chosen] != own.digests[chosen]).any(axis=1))
+        entropies_differ += int(np.count_nonzero(_entropies_differ(sample, own)[chosen]))
         first = len(sample.prompt_token_ids)
         tokens.extend((sample.sample_id, first + int(t)) for t in np.flatnonzero(chosen))
     reasons_found: dict[str, int] = {reason: count for reason, count in incomparable.items() if count}
     if not tokens:
         return StepComparison(0, reasons_found)
-    return _statistics(
+    found = _statistics(
         np.concatenate(left), np.concatenate(right), np.concatenate(digests_differ), tokens, reasons_found
     )
+    return replace(found, entropy_mismatch_count=entropies_differ)
+
+
+def _entropies_differ(sample: GeneratedSample, own: ScoredSample) -> NDArray[np.bool_]:
+    return canonical_bits(sample.entropies) != canonical_bits(own.entropies)
+
+
+def unfounded_entropy(rollout: Sequence[GeneratedSample], scores: ScoreResult, version: int) -> str | None:
+    """The first comparable token whose distributions have the same bits and whose entropies do not, as a sentence.
+
+    Where both sides keep the contract an entropy is a function of the row of logits: one of the two is not the
+    entropy of its own row, whatever made it so. None where there is no such token.
+    """
+    for sample, own in pair_samples(rollout, scores, {s.sample_id for s in rollout}):
+        if own is None:
+            continue
+        comparable = np.array([reason is None for reason in token_reasons(sample, version)], dtype=np.bool_)
+        same_row = (sample.digests == own.digests).all(axis=1)
+        for t in np.flatnonzero(comparable & same_row & _entropies_differ(sample, own)).tolist():
+            return (
+                f"sample {sample.sample_id}, position {len(sample.prompt_token_ids) + t}: rollout and trainer have the "
+                f"same distribution, bit for bit, but the entropies {float(sample.entropies[t])} (rollout) and "
+                f"{float(own.entropies[t])} (trainer): one of them is not that of its distribution"
+            )
+    return None
 
 
 def _statistics(
@@ -260,6 +289,8 @@ def _check_lengths(sample: GeneratedSample, own: ScoredSample) -> None:
         "rollout digests": (sample.digests.shape, (count, 2)),
         "trainer logprobs": (own.logprobs.shape, (count,)),
         "trainer digests": (own.digests.shape, (count, 2)),
+        "rollout entropies": (sample.entropies.shape, (count,)),
+        "trainer entropies": (own.entropies.shape, (count,)),
     }
     wrong = {name: shape for name, (shape, needed) in shapes.items() if shape != needed}
     if wrong:

@@ -25,7 +25,8 @@ class StepReport:
     Counts: ``num_samples`` and ``num_tokens`` (generated) of the step; ``compared_tokens`` and
     ``incomparable_tokens`` (by reason) add up to the tokens compared or not. ``mismatch_count`` counts tokens whose two
     float32 log-probabilities differ in any bit, ``distribution_mismatch_count`` tokens whose digests over the full
-    row of logits differ; both are None where nothing was compared. ``k1``, ``k2``, ``k3``, ``ratio_min`` and
+    row of logits differ, ``entropy_mismatch_count`` tokens whose entropies differ; all are None where nothing was
+    compared. ``k1``, ``k2``, ``k3``, ``ratio_min`` and
     ``ratio_max`` are between rollout and trainer. ``update_ratio_min`` and ``update_ratio_max`` are the importance
     ratios of the loss, over all updates; ``reference_kl`` is the mean KL term to the reference model. ``diagnosis``
     names the first region whose bits differ, where any token does. ``time_s`` is in seconds, ``entropy`` in nats,
@@ -69,6 +70,7 @@ class StepReport:
     updates: int = 0
     dropped_samples: dict[str, int] = field(default_factory=dict)
     diagnosis: dict[str, Any] | None = None
+    entropy_mismatch_count: int | None = None
 
     def __post_init__(self) -> None:
         if self.compared_tokens == 0 and (
@@ -170,6 +172,7 @@ def build_report(
         updates=trained.updates if trained else 0,
         dropped_samples=dict(dropped_samples or {}),
         diagnosis=None if comparison.diagnosis is None else dict(comparison.diagnosis),
+        entropy_mismatch_count=comparison.entropy_mismatch_count,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlkernel.errors import NumericsError
 from vime.errors import InputError, Interrupted, InvariantViolation
-from vime.mismatch.compare import StepComparison, compare_step, nonfinite_tokens
+from vime.mismatch.compare import StepComparison, compare_step, nonfinite_tokens, unfounded_entropy
 from vime.mismatch.independence import (
     check_evidence,
     check_first_forward,
@@ -326,6 +326,9 @@ class StepStages:
         metrics["worst_token"] = None if worst is None else {"sample": str(worst.sample), "position": worst.position}
         self.timeline.append(
             StepCompared(
+        unfounded = unfounded_entropy(record.samples, scores, version) if self.exact else None
+        if unfounded is not None:
+            raise InvariantViolation(unfounded)
                 step=record.step,
                 num_tokens=sum(len(sample.token_ids) for sample in record.samples),
                 **{key: plain[key] for key in named},
