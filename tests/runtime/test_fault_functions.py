@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.runtime.helpers import caught, reward
 from vime.errors import InputError, Interrupted
+from vime.runtime.stages import StepStages
 from vime.timeline.events import SampleDropped
+from vime.types import GeneratedSample
 
 PUBLIC = "tests.runtime.test_fault_functions"
 
@@ -47,7 +55,29 @@ def tampering_reward(prompt: Any, sample: Any, text: str) -> float:
     return 1.0
 
 
+def huge_reward(prompt: Any, sample: Any, text: str) -> Any:
+    """A whole number that no float holds, for one sample."""
+    return 10**400 if str(sample.sample_id) == "train/0/2" else reward(prompt, sample, text)
+
+
+def leaving_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Tries to end the process."""
+    if str(sample.sample_id) == "train/0/2":
+        sys.exit("not installed: judge")
+    return reward(prompt, sample, text)
+
+
+def interrupting_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Raises what no ``except Exception`` catches."""
+    if str(sample.sample_id) == "train/0/2":
+        raise KeyboardInterrupt("of its own")
+    return reward(prompt, sample, text)
+
+
 REWARDS = {
+    "leaving_reward": "it raised SystemExit: not installed: judge",
+    "interrupting_reward": "it raised KeyboardInterrupt: of its own",
+    "huge_reward": "it returned an integer beyond the range of a float; a finite number is needed",
     "nan_reward": "it returned nan; a finite number is needed",
     "raising_reward": "it raised KeyError: 'answer'",
     "late_reward": "no answer within 0.2 s",
@@ -112,9 +142,43 @@ def choosing_filter(samples: Any, rewards: Any) -> list[bool]:
     return [sample.sample_id.k > 0 for sample in samples]
 
 
+def lines_filter(samples: Any, rewards: Any) -> Any:
+    """The answers of a model, as it wrote them."""
+    return ["yes", *["no"] * (len(samples) - 1)]
+
+
+def scores_filter(samples: Any, rewards: Any) -> Any:
+    """Numbers in place of answers."""
+    return [float("nan")] * len(samples)
+
+
+def counts_filter(samples: Any, rewards: Any) -> Any:
+    """Whole numbers in place of answers."""
+    return [1] * len(samples)
+
+
+def empty_filter(samples: Any, rewards: Any) -> Any:
+    """Forgets to return."""
+
+
+def leaving_filter(samples: Any, rewards: Any) -> Any:
+    """Tries to end the process."""
+    sys.exit("no judge")
+
+
+def numpy_filter(samples: Any, rewards: Any) -> Any:
+    """Answers as numpy computes them: these are True and False."""
+    return np.asarray(rewards) >= min(rewards)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("lines_filter", "answered 'yes' for sample train/0/0; True or False is needed"),
+        ("scores_filter", "answered nan for sample train/0/0; True or False is needed"),
+        ("counts_filter", "answered 1 for sample train/0/0; True or False is needed"),
+        ("empty_filter", "returned None for prompt 0; True or False for every sample is needed"),
+        ("leaving_filter", "raised SystemExit for prompt 0: no judge"),
         ("raising_filter", "raised RuntimeError for prompt 1: no judge"),
         ("short_filter", "gave 3 answers for 4 samples of prompt 0"),
     ],
@@ -123,9 +187,112 @@ def test_a_failing_filter_stops_the_run_resumably(vime, name, text):
     caught(vime.run(f"stages.filter.function={PUBLIC}.{name}"), text, trained=0, kind=Interrupted, code=3)
 
 
+def test_a_filter_of_numpy_answers_works(vime):
+    ended = vime.run(f"stages.filter.function={PUBLIC}.numpy_filter", "steps=1")
+    assert ended.code == 0 and ended.reports[0]["num_samples"] == 8
+
+
 def test_a_filter_that_works_is_logged(vime):
     keep = "stages.filter.incomplete_group=keep"
     ended = vime.run(f"stages.filter.function={PUBLIC}.choosing_filter", keep, "steps=1")
     assert ended.code == 0 and ended.reports[0]["num_samples"] == 6
     dropped = {str(e.sample_id): e.reason for e in ended.events if isinstance(e, SampleDropped)}
     assert set(dropped) == {"train/0/0", "train/1/0"} and all(r.startswith("filter: ") for r in dropped.values())
+
+
+# ------------------------------------------------------------------------------------------ functions that write
+
+
+class Forger:
+    """What the functions below do to a sample that they can reach; a test sets it."""
+
+    changes: Mapping[str, Any] = MappingProxyType({})
+    deep = False
+
+
+def forge(sample: GeneratedSample) -> None:
+    """Alter a frozen sample; with ``deep`` the run's own one, found among everything that lives in the process."""
+    targets = [sample]
+    if Forger.deep:
+        known = (item for item in gc.get_objects() if type(item) is GeneratedSample)
+        targets = [item for item in known if item.sample_id == sample.sample_id and item is not sample]
+        assert targets
+    for target in targets:
+        for name, value in Forger.changes.items():
+            object.__setattr__(target, name, value(getattr(target, name)))
+
+
+def forging_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Alters one sample, and the prompt that it was given."""
+    value = reward(prompt, sample, text)
+    if str(sample.sample_id) == "train/1/1":
+        forge(sample)
+        if Forger.changes:
+            object.__setattr__(prompt, "token_ids", ())
+    return value
+
+
+def forging_filter(samples: Any, rewards: Any) -> Any:
+    """Alters a sample of the second group, and the list that it was given."""
+    if samples[0].sample_id.prompt_index == 1:
+        forge(samples[0])
+        rewards.clear()
+        del samples[1:]
+        return [True] * 4
+    return [True] * len(samples)
+
+
+def longer(array: np.ndarray) -> np.ndarray:
+    """Twice the values."""
+    return array * array.dtype.type(2)
+
+
+CHANGES: dict[str, Any] = {
+    "text": lambda text: text + "!",
+    "finish_reason": lambda reason: "stop" if reason == "length" else "length",
+    "entropies": longer,
+    "logprobs": longer,
+    "sampled_at": longer,
+    "token_ids": lambda ids: tuple(token ^ 1 for token in ids),
+    "versions": lambda runs: (),
+}
+
+
+@pytest.fixture
+def forger() -> Iterator[type[Forger]]:
+    """Undone afterwards."""
+    yield Forger
+    Forger.changes, Forger.deep = MappingProxyType({}), False
+
+
+@pytest.mark.parametrize("kind", ["reward", "filter"])
+def test_what_a_function_does_to_its_copy_changes_nothing(vime, forger, kind):
+    setting = f"stages.{kind}.function={PUBLIC}.forging_{kind}"
+    honest = vime.run(setting, "steps=1")
+    forger.changes = CHANGES
+    forged = vime.run(setting, "steps=1")
+    assert honest.code == forged.code == 0
+    assert vime.call("diff", str(honest.directory), str(forged.directory))[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["reward", "filter"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_function_that_alters_the_runs_own_sample_is_named(vime, forger, kind, name):
+    forger.changes, forger.deep = {name: CHANGES[name]}, True
+    ended = vime.run(f"stages.{kind}.function={PUBLIC}.forging_{kind}")
+    sample = "train/1/1" if kind == "reward" else "train/1/0"
+    what = {"finish_reason": "finish reason", "token_ids": "tokens", "versions": "weight versions"}.get(name, name)
+    named = f"step 0, {kind}: the {kind} '{PUBLIC}.forging_{kind}' altered the {what} of sample {sample} after it was"
+    caught(ended, named, trained=0)
+
+
+def test_an_alteration_after_all_functions_is_noticed_too(vime, monkeypatch):
+    score = StepStages.score
+
+    def altered(self: StepStages, batch: Any) -> Any:
+        object.__setattr__(self.record.samples[3], "text", "another")
+        return score(self, batch)
+
+    monkeypatch.setattr(StepStages, "score", wraps(score)(altered))
+    named = "step 0, compare: something in this process altered the text of sample train/0/3"
+    caught(vime.run(), named, trained=0)

@@ -33,6 +33,7 @@ from vime.runtime.diagnosis import Diagnosis, diagnose, judge
 from vime.runtime.intake import check_sample
 from vime.runtime.observer import Observer
 from vime.runtime.publication import Publisher
+from vime.runtime.sealing import Seals
 from vime.runtime.user_functions import RewardFailure, attempt, call_filter, call_reward
 from vime.store.layout import OBSERVED_ARRAYS, rollout_arrays, trainer_arrays
 from vime.store.run_directory import RunDirectory
@@ -85,6 +86,7 @@ class StepStages:
         self.exact = self._pipeline.numerics.rollout == self._pipeline.numerics.trainer == "exact"
         self._temperature = self._pipeline.stages.rollout.sampling.temperature
         self.record = StepRecord(-1)
+        self._seals = Seals()
 
     def begin(self, step: int) -> None:
         """Open a step: its record, and a probe of every thread for flushed subnormals."""
@@ -133,11 +135,13 @@ class StepStages:
         for request in requests:
             self.timeline.append(SampleStarted(sample_id=request.sample_id, engine=engine.engine_id))
         due = {request.sample_id: request for request in requests}
+        self._seals = Seals()
         finished: list[GeneratedSample] = []
         for sample in engine.generate(requests):
             check_sample(sample, due, engine.engine_id, self.prepared.config.vocab_size)
             del due[sample.sample_id]
             self.timeline.append(SampleFinished.of(sample))
+            self._seals.put(sample)
             finished.append(sample)
             self._observer.progress(len(finished), len(requests))
             if self._observer.stop_requested():
@@ -160,12 +164,14 @@ class StepStages:
     ) -> dict[SampleId, float]:
         """Rewards by sample; a sample whose reward fails is dropped, or stops the run, as the pipeline says."""
         settings = self._pipeline.stages.reward
+        who = f"the reward {settings.function!r}"
         by_index = {prompt.prompt_index: prompt for prompt in prompts}
         rewards: dict[SampleId, float] = {}
         for sample in samples:
             prompt = by_index[sample.sample_id.prompt_index]
 
             def call(sample: GeneratedSample = sample, prompt: Prompt = prompt) -> float:
+                self._seals.check([sample], who)
                 return call_reward(self.prepared.reward.call, prompt, sample, settings.timeout_s)
 
             if settings.on_error == "stop":
@@ -190,6 +196,7 @@ class StepStages:
                     sample_id=sample.sample_id, source=settings.function, reward=outcome["reward"], components={}
                 )
                 rewards[sample.sample_id] = self.timeline.append(given).reward
+        self._seals.check(samples, who)
         return rewards
 
     def _drop(self, sample_id: SampleId, reason: str) -> None:
@@ -218,6 +225,8 @@ class StepStages:
             for sample_id, reason in self._filter_group(prompt_index, ids, alive, by_id).items():
                 kept[sample_id] = False
                 self._drop(sample_id, reason)
+        if self.prepared.filter is not None:
+            self._seals.check(samples, f"the filter {self.prepared.filter.name!r}")
         if not any(kept.values()):
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.record.dropped.items()))
             raise InputError(
@@ -255,6 +264,7 @@ class StepStages:
         rewards = [self.record.rewards[sample.sample_id] for sample in samples]
 
         def call() -> list[bool]:
+            self._seals.check(samples, f"the filter {function.name!r}")
             return call_filter(function.name, function.call, prompt_index, samples, rewards)
 
         return list(self.timeline.decide("filter", f"step {self.record.step}/prompt {prompt_index}", call))
@@ -285,6 +295,7 @@ class StepStages:
             )
             for sample, advantage in zip(chosen, advantages.values, strict=True)
         ]
+        self._seals.check(chosen, "something in this process")
         self.record.samples, self.record.advantages = chosen, advantages
         version, ids = self._publisher.version, tuple(sample.sample_id for sample in chosen)
         self.timeline.append(BatchAssigned(step=self.record.step, policy_version=version, sample_ids=ids))
@@ -309,6 +320,7 @@ class StepStages:
     def compare(self, samples: Sequence[GeneratedSample], scores: ScoreResult) -> Mapping[str, Any]:
         """Stage ``compare``: both sides' log-probabilities and digests; arrays and counts are written and announced."""
         record, version = self.record, self._publisher.version
+        self._seals.check(record.samples, "something in this process")
         comparison = compare_step(record.samples, scores, version)
         differs = bool(comparison.mismatch_count or comparison.distribution_mismatch_count)
         if record.challenge_difference is not None and not differs:
