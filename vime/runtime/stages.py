@@ -326,6 +326,9 @@ class StepStages:
         if record.challenge_difference is not None and not differs:
             # nothing is logged as equal that was not computed twice
             raise InvariantViolation(record.challenge_difference)
+        unfounded = unfounded_entropy(record.samples, scores, version) if self.exact else None
+        if unfounded is not None:
+            raise InvariantViolation(unfounded)
         if differs:
             record.diagnosis = self._diagnose(comparison, scores)
             comparison = replace(comparison, diagnosis=record.diagnosis.as_json())
@@ -338,9 +341,6 @@ class StepStages:
         metrics["worst_token"] = None if worst is None else {"sample": str(worst.sample), "position": worst.position}
         self.timeline.append(
             StepCompared(
-        unfounded = unfounded_entropy(record.samples, scores, version) if self.exact else None
-        if unfounded is not None:
-            raise InvariantViolation(unfounded)
                 step=record.step,
                 num_tokens=sum(len(sample.token_ids) for sample in record.samples),
                 **{key: plain[key] for key in named},
