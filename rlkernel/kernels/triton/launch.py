@@ -143,7 +143,7 @@ def row_reduction(a: torch.Tensor, b: torch.Tensor, *, rows: int = 1, num_warps:
 
 
 def rms_norm(
-    x: torch.Tensor, w: torch.Tensor, eps: float, *, rows: int = 1, num_warps: int = 4
+    x: torch.Tensor, w: torch.Tensor, eps: float, *, rows: int = 1, num_warps: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of every row.
 
@@ -169,8 +169,9 @@ def rms_norm(
         n = x.shape[1]
         grid = (triton.cdiv(len(x), rows),)
         rms_norm_kernel[grid](
-            x, w, y, inv_rms, len(x), eps, N=n, ROWS=rows, LANES=lanes(n), num_warps=num_warps, **_options()
-        )
+            x, x, w, x, y, inv_rms, len(x), eps,
+            N=n, ROWS=rows, LANES=lanes(n), ADDS=False, num_warps=num_warps, **_options(),
+        )  # fmt: skip
     return y, inv_rms
 
 

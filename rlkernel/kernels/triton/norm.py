@@ -1,36 +1,64 @@
-"""RMSNorm in Triton. Definition: docs/numerics.md."""
+"""RMSNorm in Triton, alone and after a residual addition. Definition: docs/numerics.md."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from rlkernel.kernels.triton.reductions import lane_dot
+from rlkernel.kernels.triton.reductions import lane_step, tree
 
 
 @triton.jit
-def rms_norm(x, w, y, inv_rms, row_count, eps, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def inverse_root(total, eps, N: tl.constexpr, ROWS: tl.constexpr):
+    """``div(1, sqrt(add(div(total, N), eps)))`` -> float32 [ROWS]."""
+    mean = tl.div_rn(total, tl.full((ROWS,), N, tl.float32))
+    root = tl.sqrt_rn(mean + eps)
+    return tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), root)
+
+
+@triton.jit
+def rms_norm(
+    x, branch, w, stream, y, inv_rms, row_count, eps,
+    N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """``r = 1 / sqrt(lane_sum(x*x) / N + eps)``, ``y = cast((x * r) * w)``.
 
     Args:
         x: [row_count, N] float32 or bfloat16; ``w``: [N]; ``y``: [row_count, N], its dtype is that of the cast.
+        branch, stream: read with ADDS only: the norm is that of ``stream = cast(x + branch)``, which is stored.
         inv_rms: float32 [row_count], r of each row (the backward takes it).
         eps: float32.
         ROWS: rows of a program; LANES: min(256, smallest power of two >= N).
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = rows < row_count
-    total = lane_dot(x, x, rows, present, N, ROWS, LANES)
-    mean = tl.div_rn(total, tl.full((ROWS,), N, tl.float32))
-    root = tl.sqrt_rn(mean + eps)
-    r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), root)
-    tl.store(inv_rms + rows, r, mask=present)
     lane = tl.arange(0, LANES)
     start = rows[:, None] * N + lane[None, :]
-    for first in range(0, N, LANES):
+    # the weights of every row, read where the row's elements are: moving one copy costs more
+    weights = tl.broadcast_to(lane[None, :], (ROWS, LANES))
+    acc = tl.zeros((ROWS, LANES), tl.float32)
+    for first in tl.static_range(0, N, LANES):
         inside = present[:, None] & (lane + first < N)[None, :]
-        row = tl.load(x + start + first, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.load(w + first + lane, mask=lane + first < N, other=0.0).to(tl.float32)
-        scaled = row * r[:, None]
-        value = scaled * weight[None, :]
+        row = tl.load(x + start + first, mask=inside, other=0.0)
+        if ADDS:
+            other = tl.load(branch + start + first, mask=inside, other=0.0)
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(stream + start + first, row, mask=inside)
+        row = row.to(tl.float32)
+        if first + LANES <= N:
+            acc = tl.fma(row, row, acc)
+        else:
+            acc = lane_step(acc, row, row, inside)
+    r = inverse_root(tree(acc, ROWS, LANES), eps, N, ROWS)
+    tl.store(inv_rms + rows, r, mask=present)
+    for first in tl.static_range(0, N, LANES):
+        inside = present[:, None] & (lane + first < N)[None, :]
+        row = tl.load(x + start + first, mask=inside, other=0.0)
+        if ADDS:
+            # added again rather than read back: the same bits, without waiting for the store
+            other = tl.load(branch + start + first, mask=inside, other=0.0)
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+        weight = tl.load(w + first + weights, mask=weights + first < N, other=0.0).to(tl.float32)
+        scaled = row.to(tl.float32) * r[:, None]
+        value = scaled * weight
         tl.store(y + start + first, value.to(y.dtype.element_ty), mask=inside)

@@ -33,6 +33,12 @@ def constant(x, value: tl.constexpr):
 
 
 @triton.jit
+def negative(x):
+    """x with the other sign, zeros included. Triton 3.6 compiles ``-x`` to ``0 - x``, which keeps the sign of +0."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _inside(x):
     low = tl.where(x < -126.0, constant(x, -126.0), x)
     return tl.where(low > 128.0, constant(x, 128.0), low)

@@ -135,8 +135,13 @@ def _rows() -> Iterator[Audited]:
             constants = (("N", width), ("ROWS", rows), ("LANES", lanes(width)))
             norm = Variant(
                 rms_norm,
-                (*_pointers("xwy", pointer), ("inv_rms", "*fp32"), ("row_count", "i32"), ("eps", "fp32")),
-                constants,
+                (
+                    *_pointers(("x", "branch", "w", "stream", "y"), pointer),
+                    ("inv_rms", "*fp32"),
+                    ("row_count", "i32"),
+                    ("eps", "fp32"),
+                ),
+                (*constants, ("ADDS", False)),
                 num_warps=warps,
             )
             launch = launches.root_mean_square_norm(points, 3 * rows - 1, width, dtype, 3)

@@ -124,7 +124,7 @@ def root_mean_square_norm(entry: SixPoints, rows: int, n: int, dtype: str, block
     def constant(value: float) -> Symbols:
         return np.full(rows, symbols.constant(np.float32(value).view(np.uint32))[0])
 
-    x, w = _elements(0, shape), _elements(1, (n,))
+    x, w = _elements(0, shape), _elements(2, (n,))
     total, width = _lane_sum(x, x, entry.split.lanes), np.full(rows, np.float32(n)).view(np.uint32)
     mean = symbols.div(total, constant(float(n)), width, True)
     root = symbols.operation("sqrt.rn.f32", symbols.add(mean, constant(float(eps))))
@@ -132,7 +132,9 @@ def root_mean_square_norm(entry: SixPoints, rows: int, n: int, dtype: str, block
     y = _as_output(symbols.mul(symbols.mul(x, r[:, None]), w[None, :]), entry.precision.output)
     arguments = (
         Argument("x", dtype=dtype, shape=shape, data=_random(shape, dtype, 5)),
+        Argument("branch", dtype=dtype, shape=shape),
         Argument("w", dtype=dtype, shape=(n,), data=_random((n,), dtype, 6)),
+        Argument("stream", dtype=dtype, shape=shape),
         Argument("y", dtype=entry.precision.output, shape=shape),
         Argument("inv_rms", dtype="float32", shape=(rows,)),
         Argument("row_count", rows),

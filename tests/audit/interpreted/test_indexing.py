@@ -36,7 +36,9 @@ def test_rows(n: int) -> None:
     _interpret(reductions.row_reduction, 3, a, b, out, 5, N=n, ROWS=2, LANES=lanes(n))
     assert _equal(out, row_sum(NORM, a, b))
     y, inverse, eps = torch.empty_like(a), torch.empty(5), 1e-6
-    _interpret(norm.rms_norm, 3, a, b[0].contiguous(), y, inverse, 5, eps, N=n, ROWS=2, LANES=lanes(n))
+    _interpret(
+        norm.rms_norm, 3, a, a, b[0].contiguous(), a, y, inverse, 5, eps, N=n, ROWS=2, LANES=lanes(n), ADDS=False
+    )
     mean = arith.div(row_sum(NORM, a, a), float(n))
     root = arith.sqrt(arith.add(mean, torch.tensor(eps, dtype=torch.float32)))
     expected = arith.div(torch.ones(5), root)

@@ -14,13 +14,14 @@ from rlkernel.verify.audit.words import NotModelled, Word
 
 _SCRATCH = 1 << 20  # a register number that no kernel has
 _CONTROLS = ("quad_perm", "row_shr", "row_shl", "row_ror", "row_bcast", "row_newbcast")
+_MIRRORS = {"row_mirror": 16, "row_half_mirror": 8}
 
 
 def execute(w: WaveState, i: Instruction, handler: Handler) -> None:
     """Run the handler with the moved operand. Lanes without a source read 0 (``bound_ctrl``), or keep their result.
 
     Raises:
-        NotModelled: a movement that is not one of quad_perm, row_shr, row_shl, row_ror and row_bcast.
+        NotModelled: a movement that is not one of quad_perm, row_shr, row_shl, row_ror, row_bcast and the mirrors.
     """
     if i.modifiers.get("row_mask", "0xf") != "0xf" or i.modifiers.get("bank_mask", "0xf") != "0xf":
         masked = _masked_lanes(i)
@@ -70,4 +71,7 @@ def _sources(i: Instruction) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         return np.full(LANES, 31), lane >= 32
     if control == "row_newbcast":
         return lane // 16 * 16 + int(value), every
+    for mirror, width in _MIRRORS.items():
+        if mirror in i.modifiers:
+            return lane // width * width + width - 1 - lane % width, every
     raise NotModelled("this movement between lanes has no model")

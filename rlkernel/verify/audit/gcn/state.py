@@ -147,6 +147,15 @@ class WaveState:
         wide = self.scalar(text, count)
         return [words.plain(wide >> (32 * i) & MASK32, LANES) for i in range(count)]
 
+    def half_of_pair(self, text: str, part: int) -> Word:
+        """One register of a pair; the other one is not read, and need not have been written."""
+        if text[0] in "va" and text != "vcc":
+            file, first, count = register_range(text)
+            if count != 2:
+                raise NotModelled(f"{text} where a pair of registers is read")
+            return self.register(file, first + part)
+        return self.vector_range(text, 2)[part]
+
     def wide(self, text: str) -> NDArray[np.uint64]:
         """A 64-bit source of a vector instruction, bits alone."""
         if text[0] in "va" and text != "vcc":

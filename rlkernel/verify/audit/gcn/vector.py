@@ -55,10 +55,9 @@ def _packed(f: Callable[..., Word]) -> Handler:
 
         if not set(i.modifiers) <= {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}:
             raise NotModelled(f"modifiers {sorted(i.modifiers)} of a packed operation")
-        sources = [w.vector_range(text, 2) for text in o[1:]]
         results = []
         for select, negate, default in (("op_sel", "neg_lo", 0), ("op_sel_hi", "neg_hi", 1)):
-            halves = [source[part] for source, part in zip(sources, choice(select, default), strict=True)]
+            halves = [w.half_of_pair(text, part) for text, part in zip(o[1:], choice(select, default), strict=True)]
             signs = choice(negate, 0)
             results.append(f(*(words.negated(x) if s else x for x, s in zip(halves, signs, strict=True))))
         w.set_range(o[0], results)

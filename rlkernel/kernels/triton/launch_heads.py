@@ -1,0 +1,188 @@
+"""Starts the kernels of rope and qk_norm on the head rows that a fused projection leaves, or on plain ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.triton import rope as kernels
+from rlkernel.kernels.triton.launch import _options
+from rlkernel.kernels.triton.launch_rows import DTYPES, _require
+
+
+@dataclass(frozen=True)
+class HeadPlace:
+    """Where the head rows of one kind lie in a tensor [T, groups * slots * depth]: slots first .. first + per of a group."""
+
+    groups: int
+    per: int
+    slots: int
+    first: int
+    depth: int
+
+    @property
+    def heads(self) -> int:
+        return self.groups * self.per
+
+
+def fused_places(heads: int, kv_heads: int, depth: int) -> tuple[HeadPlace, HeadPlace, HeadPlace]:
+    """Places of q, k and v in a projection whose features lie by KV group: [its q heads, k head, v head]."""
+    per = heads // kv_heads
+    slots = per + 2
+    return (
+        HeadPlace(kv_heads, per, slots, 0, depth),
+        HeadPlace(kv_heads, 1, slots, per, depth),
+        HeadPlace(kv_heads, 1, slots, per + 1, depth),
+    )
+
+
+def plain_place(heads: int, depth: int) -> HeadPlace:
+    """The place of heads that lie alone: [T, heads, depth]."""
+    return HeadPlace(heads, 1, 1, 0, depth)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Positions int32 [T], and the contract's tables, float32 [P, depth / 2]."""
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def _rows(depth: int) -> int:
+    return max(1, 1024 // depth)
+
+
+def _check(grouped: torch.Tensor, place: HeadPlace, rotation: Rotation | None, name: str) -> int:
+    tokens = len(grouped)
+    width = place.groups * place.slots * place.depth
+    if grouped.numel() != tokens * width or grouped.dtype not in DTYPES or not grouped.is_contiguous():
+        raise ContractError(
+            f"{name} is {grouped.dtype} {list(grouped.shape)} with strides {grouped.stride()}: "
+            f"rows of {width} elements, float32 or bfloat16, C-contiguous, are expected"
+        )
+    if rotation is not None:
+        if place.depth % 2 or place.depth > 256:
+            raise ContractError(f"the head dimension of rope is {place.depth}; it must be even and at most 256")
+        _require(f"positions of {name}", rotation.positions, (tokens,), (torch.int32,))
+        shape = (len(rotation.cos), place.depth // 2)
+        _require(f"cos of {name}", rotation.cos, shape, (torch.float32,))
+        _require(f"sin of {name}", rotation.sin, shape, (torch.float32,))
+    return tokens
+
+
+def rope(
+    grouped: torch.Tensor,
+    place: HeadPlace,
+    rotation: Rotation,
+    *,
+    w: torch.Tensor | None = None,
+    eps: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate head rows; with ``w`` [depth] after their RMSNorm, rounded in between as two regions do.
+
+    Args:
+        grouped: [T, ...], read at ``place``. Positions are not checked (that needs the host).
+
+    Returns:
+        [T, heads, depth], and with w the inverse root mean square of every head row, float32 [T, heads].
+
+    Raises:
+        ContractError: shapes, dtypes or layouts that do not fit; a norm over a depth that is no power of two.
+    """
+    tokens = _check(grouped, place, rotation, "the input of rope")
+    if out is None:
+        out = torch.empty((tokens, place.heads, place.depth), dtype=grouped.dtype, device=grouped.device)
+    _require("out of rope", out, (tokens, place.heads, place.depth), (grouped.dtype,))
+    half = place.depth // 2
+    inv_rms = None
+    if w is not None:
+        _require_norm(w, place, grouped.dtype)
+        inv_rms = torch.empty((tokens, place.heads), dtype=torch.float32, device=grouped.device)
+    if tokens:
+        rows = _rows(place.depth)
+        kernels.head_rope[(triton.cdiv(tokens * place.heads, rows),)](
+            grouped, grouped if w is None else w, rotation.positions, rotation.cos, rotation.sin, out,
+            rotation.cos if inv_rms is None else inv_rms, tokens * place.heads, eps,
+            place.groups, place.per, place.slots, place.first,
+            HALF=half, WIDTH=triton.next_power_of_2(half), ROWS=rows, NORMS=w is not None, num_warps=4, **_options(),
+        )  # fmt: skip
+    return out, inv_rms
+
+
+def rope_backward(
+    dy: torch.Tensor,
+    place: HeadPlace,
+    rotation: Rotation,
+    dgrouped: torch.Tensor,
+    *,
+    grouped: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
+    inv_rms: torch.Tensor | None = None,
+    dw: torch.Tensor | None = None,
+) -> None:
+    """Gradient of :func:`rope`, written into ``dgrouped`` at ``place``; with a norm, ``dw`` float32 [depth] continues.
+
+    Args:
+        dy: [T, heads, depth]; with a norm it is overwritten by the gradient between rotation and norm.
+        grouped, w, inv_rms: of the forward, with a norm.
+
+    Raises:
+        ContractError: shapes, dtypes or layouts that do not fit, or only a part of what the norm needs.
+    """
+    tokens = _check(dgrouped, place, rotation, "the gradient of rope")
+    _require("dy of rope_backward", dy, (tokens, place.heads, place.depth), (dgrouped.dtype,))
+    given = [x is not None for x in (grouped, w, inv_rms, dw)]
+    if any(given) != all(given):
+        raise ContractError("rope_backward after a norm needs grouped, w, inv_rms and dw, all four")
+    half, rows = place.depth // 2, _rows(place.depth)
+    if not tokens:
+        return
+    norms = w is not None
+    if grouped is not None and w is not None and inv_rms is not None and dw is not None:
+        _require("grouped of rope_backward", grouped, tuple(dgrouped.shape), (dgrouped.dtype,))
+        _require_norm(w, place, dy.dtype)
+        _require("inv_rms of rope_backward", inv_rms, (tokens, place.heads), (torch.float32,))
+        _require("dw of rope_backward", dw, (place.depth,), (torch.float32,))
+    else:
+        grouped, w, inv_rms = dgrouped, dy, rotation.cos
+    kernels.head_rope_backward[(triton.cdiv(tokens * place.heads, rows),)](
+        dy, grouped, w, rotation.positions, rotation.cos, rotation.sin, inv_rms, dgrouped, dy, tokens * place.heads,
+        place.groups, place.per, place.slots, place.first,
+        HALF=half, WIDTH=triton.next_power_of_2(half), ROWS=rows, NORMS=norms, num_warps=4, **_options(),
+    )  # fmt: skip
+    if norms:
+        kernels.head_norm_dw[(triton.cdiv(place.depth, 32),)](
+            dy, grouped, inv_rms, dw, tokens, place.groups, place.per, place.slots, place.first,
+            DEPTH=place.depth, COLUMNS=32, BLOCK=32, num_warps=1, **_options(),
+        )  # fmt: skip
+
+
+def copy_heads(plain: torch.Tensor, grouped: torch.Tensor, place: HeadPlace, *, gathers: bool) -> None:
+    """Head rows [T, heads, depth] out of ``grouped`` (``gathers``), or back into it, bits unchanged.
+
+    Raises:
+        ContractError: shapes, dtypes or layouts that do not fit.
+    """
+    tokens = _check(grouped, place, None, "the grouped side of copy_heads")
+    _require("the plain side of copy_heads", plain, (tokens, place.heads, place.depth), (grouped.dtype,))
+    if tokens:
+        rows = _rows(place.depth)
+        kernels.head_copy[(triton.cdiv(tokens * place.heads, rows),)](
+            plain, grouped, tokens * place.heads, place.groups, place.per, place.slots, place.first,
+            DEPTH=place.depth, WIDTH=triton.next_power_of_2(place.depth), ROWS=rows, GATHERS=gathers,
+            num_warps=4, **_options(),
+        )  # fmt: skip
+
+
+def _require_norm(w: torch.Tensor, place: HeadPlace, dtype: torch.dtype) -> None:
+    _require("w of the head norm", w, (place.depth,), (dtype,))
+    if place.depth & (place.depth - 1):
+        raise ContractError(
+            f"a norm fused with rope takes a power of two of elements, not {place.depth}: use rms_norm, then rope"
+        )
