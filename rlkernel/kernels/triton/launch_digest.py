@@ -1,0 +1,72 @@
+"""Starts the digest kernels on torch tensors of a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.triton import digest as kernels
+from rlkernel.kernels.triton.launch import _options
+
+BLOCK, STEPS, WARPS = 2048, 8, 4
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_CANONICAL = {torch.bfloat16: 16, torch.float32: 32}
+
+
+def tensor_digest(tensor: torch.Tensor, index_offset: int = 0, *, canonical: bool = False) -> torch.Tensor:
+    """Both lanes of a tensor's bits, on its device.
+
+    Args:
+        tensor: any shape, C-contiguous, elements of 1, 2, 4 or 8 bytes; bits are zero-extended, the index is row-major.
+        index_offset: index of the first element, so that the lanes of consecutive parts add up (mod 2^64).
+        canonical: map every NaN to one pattern first, as digests of activations do (float32 and bfloat16).
+
+    Returns:
+        int64 [2]; read as unsigned it is what ``rlkernel.kernels.cpu.digest.tensor_digest`` returns.
+
+    Raises:
+        ContractError: elements of another size, a layout that is not C-contiguous, or a dtype without a canonical NaN.
+    """
+    size = tensor.element_size()
+    if size not in _BITS or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise ContractError(f"a tensor digest takes elements of 1, 2, 4 or 8 bytes; {tensor.dtype} is none of them")
+    if not tensor.is_contiguous():
+        raise ContractError(f"a tensor digest takes a C-contiguous tensor; its strides are {tensor.stride()}")
+    if canonical and tensor.dtype not in _CANONICAL:
+        raise ContractError(f"{tensor.dtype} has no canonical NaN here; float32 and bfloat16 have")
+    count = tensor.numel()
+    programs = triton.cdiv(count, BLOCK * STEPS)
+    lanes = torch.empty((programs, 2), dtype=torch.int64, device=tensor.device)
+    if programs:
+        kernels.tensor_digest[(programs,)](
+            tensor.view(-1).view(_BITS[size]),
+            lanes,
+            count,
+            index_offset,
+            CANONICAL=canonical,
+            BITS=8 * size,
+            BLOCK=BLOCK,
+            STEPS=STEPS,
+            num_warps=WARPS,
+            **_options(),
+        )
+    return lanes.sum(0)
+
+
+def rows_digest(z: torch.Tensor) -> torch.Tensor:
+    """Distribution digests of rows of logits: float32 [R, V], C-contiguous -> int64 [R, 2]; every NaN is one pattern.
+
+    Raises:
+        ContractError: another dtype, rank or layout.
+    """
+    if z.dtype != torch.float32 or z.ndim != 2 or not z.is_contiguous():
+        raise ContractError(f"row digests take a C-contiguous float32 matrix, not {z.dtype} {list(z.shape)}")
+    rows, columns = z.shape
+    programs = triton.cdiv(columns, BLOCK * STEPS)
+    lanes = torch.empty((rows, programs, 2), dtype=torch.int64, device=z.device)
+    if lanes.numel():
+        kernels.rows_digest[(rows, programs)](
+            z.view(torch.uint32), lanes, columns, BLOCK=BLOCK, STEPS=STEPS, num_warps=WARPS, **_options()
+        )
+    return lanes.sum(1)
