@@ -119,6 +119,11 @@ def every_sample(change: Callable[[Any], Any]) -> Plant:
     return plant
 
 
+def without_last_token(sample: Any) -> Any:
+    """The last token is not trained on."""
+    return replace(sample, loss_mask=np.arange(len(sample.loss_mask)) < len(sample.loss_mask) - 1)
+
+
 def other_norm(trainer: Any) -> None:
     """A kernel that nobody declared."""
 
@@ -199,6 +204,8 @@ BROKEN_TRAINERS: list[tuple[str, Plant, str]] = [
     ("training", first_forward(lambda f: None), "first_forward is missing"),
     ("training", first_forward(lambda f: replace(f, samples=f.samples[:-1])), "first_forward has 5 samples"),
     ("training", first_forward(lambda f: replace(f, manifest_digest="0" * 64)), "other weights than those before"),
+    ("training", wraps("train", lambda _, r: replace(r, facts={})), "the fact trained_tokens is None"),
+    ("training", every_sample(without_last_token), "the fact trained_tokens is"),
     ("training", every_sample(lambda s: replace(s, advantage=-s.advantage)), "moved against the advantages"),
     ("training", every_sample(lambda s: replace(s, advantage=0.0)), "left the weights as they were"),
     ("mask", every_sample(lambda s: replace(s, loss_mask=np.ones_like(s.loss_mask))), "the mask leaves out changed"),

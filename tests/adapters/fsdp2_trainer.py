@@ -242,6 +242,7 @@ class FSDP2Trainer:
             updates=1,
             first_forward=ScoreResult(tuple(scores), "trainer_forward", tokens, before),
             gradient_digest=weights_digest({n: whole(p.grad) for n, p in self.model.named_parameters()}),
+            facts={"trained_tokens": len(seen)},
         )
 
     # checkpoints

@@ -100,14 +100,24 @@ def check_first_forward(first: ScoreResult | None, scores: ScoreResult, publishe
 
 
 def check_trained(samples: Sequence[TrainSample], trained: TrainResult) -> None:
-    """Raise InvariantViolation unless the trainer trained on the tokens that it was given: all of them, once."""
-    first = {score.sample_id for score in trained.first_forward.samples} if trained.first_forward else set()
+    """Raise InvariantViolation unless the trainer trained on the tokens that it was given: all of them, once.
+
+    With one update the first training forward is of the whole batch, with several of a part of it;
+    ``facts["trained_tokens"]`` counts the tokens of all updates.
+    """
+    first = [score.sample_id for score in trained.first_forward.samples] if trained.first_forward else []
     given = {sample.sample_id for sample in samples}
-    if trained.updates == 1 and first != given:
-        left = sorted(map(str, given ^ first))
-        raise InvariantViolation(f"the training forward and the step's batch differ in these samples: {left[:5]}")
+    odd = set(first) ^ given if trained.updates == 1 else set(first) - given
+    if odd or len(set(first)) != len(first):
+        named = ", ".join(map(str, sorted(odd or first)[:5]))
+        raise InvariantViolation(f"the training forward is not one of the step's batch; they differ in {named}")
     due = sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)
-    told = trained.facts.get("trained_tokens", due)
+    told = trained.facts.get("trained_tokens")
+    if told is None:
+        raise InvariantViolation(
+            f"the trainer does not say on how many tokens it trained (its result has no fact trained_tokens); the "
+            f"step's batch has {due}"
+        )
     if told != due:
         raise InvariantViolation(f"the trainer trained on {told} tokens; the step's batch has {due}")
 

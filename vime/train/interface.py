@@ -58,7 +58,10 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training step did. Losses and diagnostics are means over the step's trained tokens."""
+    """What a training step did. Losses and diagnostics are means over the step's trained tokens.
+
+    ``facts`` is plain data; ``trained_tokens`` in it, how many tokens all updates were computed of, is due.
+    """
 
     loss: float
     grad_norm: float

@@ -165,6 +165,8 @@ def _check_result(h: TrainerHarness, result: TrainResult, samples: list[TrainSam
         value = getattr(result, name)
         expect(isinstance(value, float) and np.isfinite(value), f"{name} is {value!r}: a finite float is due")
     expect(result.updates >= 1, f"updates is {result.updates}")
+    tokens, told = sum(int(np.count_nonzero(s.loss_mask)) for s in samples), result.facts.get("trained_tokens")
+    expect(told == tokens, f"the fact trained_tokens is {told}; the step trains on {tokens} tokens")
     first = result.first_forward
     if first is None:
         raise Broken("first_forward is missing: nothing shows what the training forward computed")
