@@ -15,7 +15,7 @@ import triton.language as tl
 from rlkernel.contract import constants
 from rlkernel.kernels.triton.logprob import divided, load_leaves, store_leaves
 from rlkernel.kernels.triton.logprob_leaf import canonical, leaf_statistics, order_key
-from rlkernel.kernels.triton.primitives import constant, exp2_full, log2_full
+from rlkernel.kernels.triton.primitives import constant, log2_full
 
 _LOG2E = tl.constexpr(constants.LOG2E)
 _LN2 = tl.constexpr(constants.LN2)
