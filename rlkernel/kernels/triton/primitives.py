@@ -23,7 +23,6 @@ _SQRT_HALF_BITS = tl.constexpr(constants.SQRT_HALF_BITS)
 _SMALLEST_NORMAL = tl.constexpr(constants.SMALLEST_NORMAL)
 _TWO_TO_24 = tl.constexpr(constants.TWO_TO_24)
 _INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -102,7 +101,7 @@ def log2_full(x):
     exponent = (e + tl.where(small, -24, 0)).to(tl.float32)
     y = exponent + tl.fma(f, constant(x, _LOG2E), low)
     y = tl.where(x == 0.0, constant(x, -_INF), y)
-    y = tl.where(x < 0.0, constant(x, _NAN), y)
+    y = tl.where(x < 0.0, constant(x, float("nan")), y)
     y = tl.where(x == _INF, constant(x, _INF), y)
     return tl.where(x == x, y, x)
 
