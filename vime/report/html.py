@@ -37,9 +37,9 @@ def render_html(summary: RunSummary) -> str:
 
 def _header(summary: RunSummary) -> str:
     facts = "".join(f"<span><b>{escape(k)}</b>{escape(v)}</span>" for k, v in summary.facts.items())
-    reason = f": {escape(summary.reason)}" if summary.reason else ""
+    style = summary.status + (" native" if summary.native else "")
     return (
-        f'<header><h1>{escape(summary.name)}</h1><span class="chip {summary.status}">{summary.status}{reason}</span>'
+        f'<header><h1>{escape(summary.name)}</h1><span class="chip {style}">{escape(summary.heading)}</span>'
         f'<div class="facts">{facts}</div></header>'
     )
 
@@ -55,14 +55,19 @@ def _verdict(summary: RunSummary) -> str:
 
 def _tiles(summary: RunSummary) -> str:
     steps = summary.steps
-    few = min(5, len(steps))
+    first, last = summary.edges()
+    few = len(first)
     rates = sorted(step.tokens_per_s for step in steps if step.tokens_per_s is not None)
     held_out = [item.reward_mean for item in summary.evaluations if item.reward_mean is not None]
     tiles = [("steps", count(len(steps)))]
-    tiles.append((f"reward, first → last {few}" if few > 1 else "reward",
-                  _change(summary.reward_of(slice(0, few)), summary.reward_of(slice(-few, None)))))  # fmt: skip
+    if len(steps) == 1:
+        tiles.append(("reward", decimal(summary.reward_of(steps), 3)))
+    else:
+        name = f"reward, first → last {few} steps" if few > 1 else "reward, first → last step"
+        tiles.append((name, _change(summary.reward_of(first), summary.reward_of(last))))
     if held_out:
-        tiles.append(("held-out reward", _change(held_out[0], held_out[-1])))
+        change = _change(held_out[0], held_out[-1]) if len(held_out) > 1 else decimal(held_out[0], 3)
+        tiles.append(("held-out reward", change))
     tiles += [
         ("tokens generated", count(sum(step.num_tokens for step in steps))),
         ("tokens/s, median", decimal(rates[len(rates) // 2], 0) if rates else "–"),

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from vime.mismatch.report import StepReport
+from vime.report.facts import fact, words
 from vime.report.numbers import DASH, count, decimal, seconds
 from vime.report.summary import REASON_TEXT, RunSummary
 
@@ -94,6 +95,8 @@ def identities(summary: RunSummary) -> str:
         values = [summary.identities[side].get(name, "missing") for side in sides]
         if name == "deployment":
             state = "may differ"
+        elif name == "numerical_policy" and summary.native and "missing" not in values:
+            state = '<span class="unknown">native kernels keep none</span>'
         elif len(set(values)) == 1 and values[0] != "missing":
             state = '<span class="zero">equal</span>'
         else:
@@ -106,8 +109,17 @@ def identities(summary: RunSummary) -> str:
     return (
         '<h2>Identities</h2><div class="card scroll"><table class="left"><thead><tr><th></th>'
         f"{head}<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        '<p class="note">SHA-256, first 16 digits. The first two have to be equal on all sides, or a run does '
-        "not start.</p>"
+        f'<p class="note">SHA-256, first 16 digits. {_what_has_to_be_equal(summary)}</p>'
+    )
+
+
+def _what_has_to_be_equal(summary: RunSummary) -> str:
+    if not summary.native:
+        return "The first two have to be equal on all sides, or a run does not start."
+    return (
+        f"Here the {' and the '.join(map(escape, summary.native))} ran native kernels, which keep no contract: such a "
+        "side shows a numerical policy of its own, that is compared with nothing. The semantic identity has to be "
+        "equal on all sides, or a run does not start."
     )
 
 
@@ -148,15 +160,8 @@ def evidence(summary: RunSummary) -> str:
         return '<h2>Evidence</h2><p class="unknown">No evidence was recorded: nothing shows what ran.</p>'
     parts = ["<h2>Evidence</h2>"]
     for owner, data in summary.evidence.items():
-        rows = "".join(
-            f"<tr><td>{escape(str(call['case']))}</td><td>{escape(str(call['region']))}</td>"
-            f"<td><code>{escape(str(call['implementation']))}</code></td>"
-            f'<td class="n">{count(call["count"])}</td><td class="n">{count(call["tokens"])}</td></tr>'
-            for call in sorted(data.get("calls", ()), key=lambda call: (call["case"], call["region"]))
-        )
         facts = "".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
-            for name, value in _mapping(data.get("facts")).items()
+            f"<dt>{words(name)}</dt><dd>{fact(value)}</dd>" for name, value in _mapping(data.get("facts")).items()
         )
         refused = [str(item) for item in data.get("refused", ())]
         parts.append(f'<details open class="card"><summary>{escape(owner)}</summary>')
@@ -165,12 +170,25 @@ def evidence(summary: RunSummary) -> str:
             parts.append(f'<p class="some">Refused: {listed}</p>')
         if facts:
             parts.append(f"<dl>{facts}</dl>")
-        parts.append(
-            '<div class="scroll"><table class="left"><thead><tr><th>case</th><th>region</th><th>implementation</th>'
-            f'<th class="n">calls</th><th class="n">tokens</th></tr></thead><tbody>{rows}</tbody></table></div>'
-            "</details>"
-        )
+        parts.append(_calls(data.get("calls", ())))
+        parts.append("</details>")
     return "".join(parts)
+
+
+def _calls(calls: Sequence[Mapping[str, Any]]) -> str:
+    """The calls of one owner; nothing for one that calls nothing."""
+    if not calls:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(str(call['case']))}</td><td>{escape(str(call['region']))}</td>"
+        f"<td><code>{escape(str(call['implementation']))}</code></td>"
+        f'<td class="n">{count(call["count"])}</td><td class="n">{count(call["tokens"])}</td></tr>'
+        for call in sorted(calls, key=lambda call: (call["case"], call["region"]))
+    )
+    return (
+        '<div class="scroll"><table class="left"><thead><tr><th>case</th><th>region</th><th>implementation</th>'
+        f'<th class="n">calls</th><th class="n">tokens</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

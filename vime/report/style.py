@@ -22,7 +22,7 @@ p { margin:0 0 10px; max-width:74ch } .note { color:var(--soft); font-size:13.5p
 .chip { font-size:12px; font-weight:600; padding:2px 9px; border-radius:99px; background:var(--grid);
   color:var(--soft) }
 .chip.stopped { background:var(--bad-bg); color:var(--bad) }
-.chip.running { background:var(--warn-bg); color:var(--warn) }
+.chip.running, .chip.native { background:var(--warn-bg); color:var(--warn) }
 .facts { width:100%; color:var(--soft); font-size:13.5px; display:flex; flex-wrap:wrap; gap:2px 18px }
 .facts b { font-weight:500; color:var(--faint); margin-right:5px }
 .card { background:var(--card); border:1px solid var(--rule); border-radius:12px; padding:18px 20px }
@@ -35,10 +35,11 @@ p { margin:0 0 10px; max-width:74ch } .note { color:var(--soft); font-size:13.5p
 .verdict.unknown .big { color:var(--warn) }
 .verdict ul { margin:0; padding:0; list-style:none } .verdict li { max-width:90ch }
 .verdict li + li { color:var(--soft); margin-top:3px }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(132px,1fr)); gap:12px; margin-top:12px }
-.tile { padding:13px 16px }
-.tile .v { font-size:20px; font-weight:620; letter-spacing:-.015em; white-space:nowrap }
-.tile .k { font-size:12.5px; color:var(--soft) } .tile .from { color:var(--faint); font-weight:450; font-size:15px }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(150px,100%),1fr)); gap:12px; margin-top:12px }
+.tile { padding:13px 16px; min-width:0 }
+.tile .v { font-size:20px; font-weight:620; letter-spacing:-.015em; overflow-wrap:anywhere }
+.tile .k { font-size:12.5px; color:var(--soft); overflow-wrap:anywhere }
+.tile .from { color:var(--faint); font-weight:450; font-size:15px; white-space:nowrap }
 .grid2 { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr)); gap:14px }
 .grid3 { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr)); gap:14px; margin-top:14px }
 svg { display:block; width:100%; height:auto; overflow:visible }
@@ -68,7 +69,8 @@ table.left td, table.left th { text-align:left } table.left td.n, table.left th.
 .unknown { color:var(--warn) }
 code { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; font-size:12.5px }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:5px 20px; margin:0; font-size:14px }
-dt { color:var(--soft) } dd { margin:0; overflow-wrap:anywhere }
+dt { color:var(--soft) } dd { margin:0; overflow-wrap:anywhere; min-width:0 }
+dd details { margin:0 } dd td { white-space:normal; overflow-wrap:anywhere; padding:3px 14px 3px 0 }
 details { margin-top:14px } summary { cursor:pointer; color:var(--soft); font-size:13.5px }
 footer { margin-top:56px; color:var(--faint); font-size:12.5px }
 @media print { .scroll { max-height:none } body { background:#fff } }

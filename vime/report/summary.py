@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,7 +39,8 @@ class RunSummary:
 
     ``identities`` maps a side (``trainer``, an engine's name) to its three digests; ``evidence`` maps an owner to
     what its counters hold (``calls``, ``facts``, ``refused``); ``contract`` is what contract.json holds; ``facts`` are
-    plain pairs that are shown as they are (model, seed, threads).
+    plain pairs that are shown as they are (model, seed, threads). ``native`` names the sides (``rollout``, ``trainer``)
+    whose kernels keep no contract: what such a run shows was measured, and proves nothing.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RunSummary:
     contract: Mapping[str, Any] = field(default_factory=dict)
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    native: tuple[str, ...] = ()
 
     @classmethod
     def from_data(
@@ -64,6 +66,7 @@ class RunSummary:
         status: Status = "finished",
         reason: str = "",
         facts: Mapping[str, str] | None = None,
+        native: Iterable[str] = (),
     ) -> RunSummary:
         """Build from the run directory's plain data. Raises InputError for a step or evaluation that lacks a field."""
         evaluated = []
@@ -83,6 +86,7 @@ class RunSummary:
             contract or {},
             evidence or {},
             facts or {},
+            tuple(native),
         )
 
     @property
@@ -111,29 +115,48 @@ class RunSummary:
 
     @property
     def identity_differences(self) -> tuple[str, ...]:
-        """Names among ``semantic`` and ``numerical_policy`` that are not one value on all sides."""
+        """Names of the identities that have to be one value on all sides, and are not."""
         return tuple(
             name
-            for name in ("semantic", "numerical_policy")
+            for name in ("semantic", *(() if self.native else ("numerical_policy",)))
             if len({side.get(name, "missing") for side in self.identities.values()}) > 1
         )
 
-    def reward_of(self, steps: slice) -> float | None:
+    @staticmethod
+    def reward_of(steps: Sequence[StepReport]) -> float | None:
         """Mean of the steps' mean rewards; None where there are none."""
-        values = [step.reward_mean for step in self.steps[steps] if step.reward_mean is not None]
+        values = [step.reward_mean for step in steps if step.reward_mean is not None]
         return ordered_mean(values) if values else None
+
+    @property
+    def heading(self) -> str:
+        """How the run stands, in a few words; a run that keeps no contract does not look like one that proved it."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.status}{', native kernels' if self.native else ''}{reason}"
+
+    def edges(self) -> tuple[Sequence[StepReport], Sequence[StepReport]]:
+        """The first and the last steps of the run: at most five each, and never a step in both, save the only one."""
+        few = max(1, min(5, len(self.steps) // 2))
+        return self.steps[:few], self.steps[-few:]
 
     def verdict(self) -> Verdict:
         """What the run proved, and what it did not."""
         details: list[str] = []
+        if self.native:
+            who = " and the ".join(self.native)
+            details.append(
+                f"the {who} ran native kernels, which keep no contract: this was measured and proves nothing"
+            )
         silent = [step.step for step in self.steps if step.compared_tokens == 0]
         if silent:
             details.append(f"{_steps(silent)} compared nothing")
         for reason, count in self.incomparable.items():
-            details.append(f"{count:,} tokens were not comparable: {REASON_TEXT.get(reason, reason)}")
+            what = "token was" if count == 1 else "tokens were"
+            details.append(f"{count:,} {what} not comparable: {REASON_TEXT.get(reason, reason)}")
         nonfinite = sum(step.nonfinite_count or 0 for step in self.steps)
         if nonfinite:
-            details.append(f"{nonfinite:,} compared log-probabilities were infinite or NaN")
+            what = "log-probability was" if nonfinite == 1 else "log-probabilities were"
+            details.append(f"{nonfinite:,} compared {what} infinite or NaN")
         if self.identity_differences:
             details.append(f"the sides do not share {' and '.join(self.identity_differences)}")
         if not self.compared_tokens:
@@ -143,7 +166,8 @@ class RunSummary:
             broken = [step.step for step in self.steps if step.compared_tokens and not step.equal]
             details.insert(
                 0,
-                f"{self.mismatches:,} log-probabilities and {self.distribution_mismatches:,} distributions differ, "
+                f"{_counted(self.mismatches, 'log-probability', 'log-probabilities')} and "
+                f"{_counted(self.distribution_mismatches, 'distribution', 'distributions')} differ, "
                 f"in {_steps(broken)}",
             )
             found = next((step for step in self.steps if step.diagnosis is not None), None)
@@ -152,10 +176,10 @@ class RunSummary:
                     1, f"step {found.step}, sample {found.diagnosis['sample']}: {found.diagnosis['sentence']}"
                 )
             most = max(self.mismatches, self.distribution_mismatches)
-            return Verdict("bad", f"{self.compared_tokens:,} tokens compared, {most:,} differing", tuple(details))
+            return Verdict("bad", f"{_tokens(self.compared_tokens)} compared, {most:,} differing", tuple(details))
         details.insert(0, "every log-probability and every distribution has the same bits on both sides")
-        tone: Tone = "unknown" if silent or nonfinite or self.identity_differences else "good"
-        return Verdict(tone, f"{self.compared_tokens:,} tokens compared, 0 differing", tuple(details))
+        tone: Tone = "unknown" if silent or nonfinite or self.identity_differences or self.native else "good"
+        return Verdict(tone, f"{_tokens(self.compared_tokens)} compared, 0 differing", tuple(details))
 
 
 REASON_TEXT = {
@@ -163,6 +187,14 @@ REASON_TEXT = {
     "kv_version": "read keys and values of other weights",
     "not_audited": "the trainer evaluates only a share of the samples",
 }
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _tokens(count: int) -> str:
+    return _counted(count, "token", "tokens")
 
 
 def _steps(numbers: list[int]) -> str:

@@ -1,10 +1,12 @@
-"""What a run writes beside its log: contract.json, evidence.json, report.html. All of it can be lost without harm."""
+"""What a run writes beside its log: contract.json, evidence.json, report.html. All of it can be lost without harm.
+
+The log announces the bytes of the first two. report.html is made of them and of the log, and nothing reads it.
+"""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vime.errors import Interrupted
@@ -41,24 +43,28 @@ def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) ->
     )
 
 
-def write_views(
+def gathered_evidence(sides: Sides, *, stopped: bool = False) -> dict[str, Any]:
+    """The evidence of both sides; the engine of a run that ``stopped`` may be gone."""
+    try:
+        engine = sides.engine.evidence()
+    except Interrupted as error:
+        if not stopped:
+            raise
+        engine = {"calls": [], "facts": {"not asked": str(error)}, "refused": []}
+    return {"trainer": sides.trainer.evidence(), sides.engine.engine_id: engine, "claims": sides.claims.as_json()}
+
+
+def write_report(
     directory: RunDirectory,
     prepared: Prepared,
     sides: Sides,
+    evidence: Mapping[str, Any],
     reports: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
     status: Status,
     reason: str = "",
 ) -> None:
-    """evidence.json and report.html of a run in progress, or of one that stops: its engine may be gone by then."""
-    try:
-        engine = sides.engine.evidence()
-    except Interrupted as error:
-        if status != "stopped":
-            raise
-        engine = {"calls": [], "facts": {"not asked": str(error)}, "refused": []}
-    evidence = {"trainer": sides.trainer.evidence(), sides.engine.engine_id: engine, "claims": sides.claims.as_json()}
-    directory.write_evidence(evidence)
+    """report.html of a run in progress, or of one that ends."""
     contract = {**sides.contract.as_json(), "model": {"source": sides.source}}
     _write_report(directory, prepared, contract, evidence, reports, evaluations, status, reason)
 
@@ -69,19 +75,21 @@ def rewrite_report(
     reports: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
 ) -> None:
-    """report.html of a finished run, from what its processes left: the last of them may have died before writing it."""
-    contract, evidence = (_read(directory.path / name) for name in (CONTRACT_NAME, EVIDENCE_NAME))
+    """report.html of a finished run, from what its processes left: the last of them may have died before writing it.
+
+    Raises InvariantViolation for a file that is not the one that the log announced.
+    """
+    contract, evidence = (_read(directory, name) for name in (CONTRACT_NAME, EVIDENCE_NAME))
     evidence = {side: evidence[side] for side in ("trainer", *sorted(evidence)) if side in evidence}
     _write_report(directory, prepared, contract, evidence, reports, evaluations, "finished", "")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A view as it was left; empty (and shown as unknown in the report) where it is gone or damaged."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read(directory: RunDirectory, name: str) -> dict[str, Any]:
+    """An announced file; empty (and shown as unknown in the report) where it is gone."""
+    found = directory.read_announced(name)
+    if found is None:
+        print(f"vime: {directory.path / name} is gone: the report is written without it", file=sys.stderr)
+    return found or {}
 
 
 def _write_report(
@@ -112,5 +120,6 @@ def _write_report(
             "placement": pipeline.placement,
             "run digest": directory.timeline.run_digest(),
         },
+        native=(side for side in ("rollout", "trainer") if getattr(pipeline.numerics, side) == "native"),
     )
     directory.write_report(render_html(summary))
