@@ -5,22 +5,29 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for. ``required``: the portable profile does not run without it."""
+    """One thing that was looked for.
+
+    ``required``: the portable profile does not run without it. ``used``: this version of vime makes something of it;
+    what it makes nothing of yet is not worth installing for vime's sake, and ``remedy`` says what stands in its place.
+    """
 
     name: str
     ok: bool
     found: str
     remedy: str = ""
     required: bool = False
+    used: bool = True
 
 
 def examine() -> list[Finding]:
@@ -99,36 +106,48 @@ def _devices() -> Iterable[Finding]:
     cuda = torch.version.cuda is not None and torch.cuda.is_available()
     hip = getattr(torch.version, "hip", None) is not None and torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda or hip else []
-    yield Finding(
-        "CUDA devices",
-        cuda,
-        ", ".join(names)
-        if cuda
-        else f"none (torch was built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'})",
-        "needs an H100/H200, its driver, and a CUDA build of torch",
-    )
-    yield Finding(
-        "ROCm devices",
-        hip,
-        ", ".join(names) if hip else "none",
-        "needs an MI300X, its driver, and a ROCm build of torch",
-    )
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = ", ".join(names) if cuda else f"none (torch was built {built})"
+    yield Finding("CUDA devices", cuda, found, _ON_CPU, used=False)
+    yield Finding("ROCm devices", hip, ", ".join(names) if hip else "none", _ON_CPU, used=False)
+
+
+_ON_CPU = "not yet usable in a run: pipelines of this version compute on the CPU"
 
 
 def _packages() -> Iterable[Finding]:
-    extras = (
-        ("triton", "triton", "GPU kernels: pip install 'vime[triton]'"),
-        ("vllm", "vllm", "the vLLM engine: pip install 'vime[vllm]'"),
-        ("megatron-core", "megatron-core", "the Megatron trainer: pip install 'vime[megatron]'"),
-        ("hip-python", "hip-python", "IPC memory on AMD GPUs: pip install 'vime[rocm]'"),
-        ("ray", "ray", "actors on several machines: pip install 'vime[ray]'"),
-        ("gguf", "gguf", "reading GGUF files, vime model fetch: pip install 'vime[gguf]'"),
-        ("reasoning-gym", "reasoning-gym", "the task 'arithmetic': pip install 'vime[tasks]'"),
+    """Optional packages. What a pipeline can name is what its schema takes."""
+    from vime.pipeline.schema import Pipeline, Rollout, Train
+
+    engines, trainers = _choices(Rollout, "engine"), _choices(Train, "trainer")
+    optional = (
+        ("triton", True, "compiles and audits the GPU kernels (vime audit)", "triton"),
+        ("gguf", True, "reads GGUF files, and vime model fetch needs it", "gguf"),
+        ("reasoning-gym", True, "the task 'arithmetic'", "tasks"),
+        ("vllm", "vllm" in engines, f"as an engine: stages.rollout.engine takes {', '.join(engines)}", "vllm"),
+        (
+            "megatron-core",
+            "megatron" in trainers,
+            f"as a trainer: stages.train.trainer takes {', '.join(trainers)}",
+            "megatron",
+        ),
+        (
+            "ray",
+            "ray" in _choices(Pipeline, "placement"),
+            f"for runs over several machines: placement takes {', '.join(_choices(Pipeline, 'placement'))}",
+            "ray",
+        ),
+        ("hip-python", False, "for weights in the memory of AMD GPUs: pipelines compute on the CPU", "rocm"),
     )
-    for name, distribution, remedy in extras:
+    for name, used, what, extra in optional:
         try:
-            version = importlib.metadata.version(distribution)
+            found, ok = importlib.metadata.version(name), True
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, False, "not installed", remedy)
-        else:
-            yield Finding(name, True, version)
+            found, ok = "not installed", False
+        remedy = f"{what}: pip install -e '.[{extra}]'" if used else f"not yet usable {what}"
+        yield Finding(name, ok, found, remedy, used=used)
+
+
+def _choices(section: Any, key: str) -> tuple[str, ...]:
+    """What a key of the pipeline may be."""
+    return tuple(typing.get_args(section.model_fields[key].annotation))

@@ -7,16 +7,23 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from tests.cli.closed_pipe import without_reader
 from tests.pipeline.helpers import text
 from tests.store.tiny_run import TinyRun
+from vime.cli.differences import difference_lines
+from vime.cli.exits import CLOSED_PIPE
 from vime.cli.main import invoke
 from vime.cli.progress import StopSwitch, stop_on_signals
 from vime.cli.run import load_to_resume, set_aside
+from vime.doctor import examine
 from vime.errors import InputError, Interrupted, InvariantViolation
+from vime.pipeline.schema import Pipeline, Rollout, Train
 from vime.store.lock import RunLock
+from vime.timeline.diff import Difference
 from vime.timeline.events import SampleFinished
 from vime.timeline.log import read_log
 
@@ -240,6 +247,34 @@ def test_diff_and_its_codes(runs: dict[str, Path], capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["difference"]["step"] == 0
 
 
+def test_a_difference_is_a_few_short_lines(runs: dict[str, Path], capsys: Capture) -> None:
+    assert call("diff", runs["one"], runs["other"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the runs differ first at" and len(lines) > 4
+    assert max(map(len, lines)) <= 120
+    long = "0" * 300
+    inner = Difference("version_published", 3, 7, 8, "digest", "ab" * 32, long, "of version 4 ")
+    settings = (("seed", 1, 2), ("stages.train.optimizer.learning_rate", 1e-3, None))
+    outer = Difference("run_started", None, 0, None, "run_seed", 1, 2, "", settings=settings, consequence=inner)
+    lines = difference_lines(outer)
+    assert max(map(len, lines)) <= 120
+    assert [line.strip() for line in lines] == [
+        "the runs were asked for different things, first at",
+        "run_started (events 0 and none)",
+        "run_seed  1",
+        "2",
+        "settings that differ:",
+        f"{'seed':<36}  1",
+        "2",
+        "stages.train.optimizer.learning_rate  0.001",
+        "None",
+        "what was computed differs first at",
+        "step 3, version_published of version 4 (events 7 and 8)",
+        f"digest  {'ab' * 32}",
+        "0" * 93 + "...",
+    ]
+
+
 def test_timeline_lists_filters_and_verifies(runs: dict[str, Path], capsys: Capture) -> None:
     assert call("timeline", runs["one"], "--type", "batch_assigned", "--json", "--verify") == 0
     captured = capsys.readouterr()
@@ -274,8 +309,31 @@ def test_provenance_of_versions_and_of_a_token(runs: dict[str, Path], capsys: Ca
     for position in (sample.num_prompt_tokens - 1, sample.num_prompt_tokens + sample.num_tokens):
         assert call(*arguments, position) == 2
     assert call("provenance", runs["one"], "--sample", "train/2/0") == 2
-    assert call("provenance", runs["one"], "--sample", "2/0", "--position", 1) == 2
+    capsys.readouterr()
+    for sample in ("2/0", "foo", "train/a/0", "test/1/0", "train/1/2/3"):
+        assert call("provenance", runs["one"], "--sample", sample, "--position", 1) == 2
+        message = capsys.readouterr().err
+        assert "a sample is NAMESPACE/PROMPT/K, as in train/12/3" in message and "unpack" not in message
     assert call("provenance", runs["one"], "--sample", "train/99/0", "--position", 1) == 2
+
+
+@pytest.mark.parametrize("command", ["timeline", "doctor"])  # lines, and what rich prints
+def test_a_reader_that_leaves_ends_a_command_quietly(command: str, runs: dict[str, Path]) -> None:
+    assert without_reader(command, *([runs["one"]] if command == "timeline" else [])) == (CLOSED_PIPE, b"")
+
+
+def test_a_run_whose_reader_leaves_says_how_to_go_on(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    import vime.runtime.run_loop
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(vime.runtime.run_loop, "run", fail)
+    assert call("run", pipeline, "--json") == CLOSED_PIPE
+    captured = capsys.readouterr()
+    assert captured.out == "" and "nobody reads the output any more, so the run stopped" in captured.err
 
 
 def test_doctor(capsys: Capture) -> None:
@@ -284,6 +342,32 @@ def test_doctor(capsys: Capture) -> None:
     assert {"fused multiply-add", "subnormal numbers", "torch", "vllm", "hip-python", "kernel cache", "disk"} <= names
     assert call("doctor") == 0
     assert "the portable profile runs here" in capsys.readouterr().out
+
+
+def test_doctor_offers_only_what_this_version_uses(capsys: Capture) -> None:
+    assert call("doctor", "--json") == 0
+    found = {item["name"]: item for item in map(json.loads, capsys.readouterr().out.splitlines())}
+    for name, key in (("vllm", "engine"), ("megatron-core", "trainer"), ("ray", "placement")):
+        section = {"engine": Rollout, "trainer": Train, "placement": Pipeline}[key]
+        choices = get_args(section.model_fields[key].annotation)
+        usable = name.removesuffix("-core") in choices
+        assert found[name]["used"] == usable
+        assert ("not yet usable" in found[name]["remedy"]) != usable
+        assert ("pip install" in found[name]["remedy"]) == usable
+        assert usable or ", ".join(choices) in found[name]["remedy"]
+    for name, extra in (("gguf", "gguf"), ("reasoning-gym", "tasks"), ("triton", "triton")):
+        assert found[name]["used"] and found[name]["remedy"].endswith(f"pip install -e '.[{extra}]'")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_doctor_is_readable_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert call("doctor") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    starts = [line.split() for line in lines if line.startswith(("yes", "no", "NO", "not yet"))]
+    assert len(starts) == len(examine())  # one beginning a finding, its name beside it
+    assert any(" ".join(words[:3]) == "not yet vllm" for words in starts)
 
 
 def test_doctor_notices_flushed_subnormals(capsys: Capture) -> None:

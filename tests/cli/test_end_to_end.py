@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.closed_pipe import without_reader
 from tests.pipeline.helpers import text
+from vime.cli.exits import CLOSED_PIPE
 from vime.cli.main import invoke
 
 Capture = pytest.CaptureFixture[str]
@@ -42,6 +44,7 @@ def test_run_report_diff_resume(tmp_path: Path, capsys: Capture) -> None:
 
     assert call("report", tmp_path / "a") == 0
     assert "0 differing" in capsys.readouterr().out
+    assert without_reader("report", tmp_path / "a") == (CLOSED_PIPE, b"")
     assert call("report", tmp_path / "a", "--json") == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if '"event": "step"' in line]) == 2
     before = (tmp_path / "a/timeline.jsonl").read_bytes()
@@ -63,3 +66,23 @@ def test_a_failing_reward_stops_resumable_and_resume_goes_on(tmp_path: Path, cap
     reward.write_text(body.format("pass"))
     assert call("resume", tmp_path / "a") == 0, capsys.readouterr().err
     assert "2 of 2" in capsys.readouterr().out
+
+
+def test_a_native_run_says_that_it_proves_nothing(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "a"))
+    native = ("numerics.trainer=native", "on_mismatch=continue")
+    assert call("run", file, *(f"--set={item}" for item in native), "--json") == 1
+    captured = capsys.readouterr()
+    last = json.loads(captured.out.splitlines()[-1])
+    counts = f"{last['mismatch_count']:,} log-probabilities and {last['distribution_mismatch_count']:,} whole"
+    assert last["mismatch_count"] and last["distribution_mismatch_count"] != last["mismatch_count"]
+    assert f"{counts} distributions of {last['compared_tokens']:,} compared tokens differ" in captured.err
+    assert last["message"] in captured.err
+    assert call("report", tmp_path / "a") == 1
+    assert "the trainer ran native kernels" in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "a/report.html").read_text()
+    assert "finished, native kernels" in page and "the trainer ran native kernels" in page
+    assert "The first two have to be equal" not in page
+    evidence = page[page.index("<h2>Evidence") :]
+    assert "{" not in evidence and "&#x27;" not in evidence

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from vime.cli.progress import BarObserver, JsonObserver, PlainObserver, StopSwitch
-from vime.cli.tables import report_line, summary
+from vime.cli.tables import report_line, summary, summary_table
 from vime.runtime.observer import Observer, RunOutcome
 
 REPORT: dict[str, Any] = {
@@ -44,8 +44,9 @@ def test_plain_lines() -> None:
     stream = io.StringIO()
     drive(PlainObserver(StopSwitch(), stream), REPORT, NOTHING)
     shown = stream.getvalue()
-    assert "step 0 of 0..1  reward 0.500  0 of 90 tokens and 0 rows differ" in shown
-    assert "step 1 of 0..1  reward -  nothing compared" in shown
+    figures = "0 log-probabilities and 0 whole distributions of 90 tokens differ"
+    assert f"step 0 (1 of 2)  reward 0.500  {figures}" in shown
+    assert "step 1 (2 of 2)  reward -  nothing compared: 10 kv_version  loss" in shown
     assert "steps that compared nothing" in shown
     assert "held-out reward 0.900 after 2 steps" in shown
 
@@ -67,7 +68,7 @@ def test_the_bar_shows_mismatches_above_itself() -> None:
     bar = BarObserver(StopSwitch(), Console(file=stream, force_terminal=True, width=120, color_system=None))
     drive(bar, REPORT, BROKEN)
     shown = stream.getvalue()
-    assert "3 of 90 tokens and 4 rows differ" in shown
+    assert "3 log-probabilities and 4 whole distributions of 90 tokens differ" in shown
     assert "completed: runs/x" in shown
     assert bar.done
 
@@ -77,7 +78,34 @@ def test_nothing_compared_is_never_zero() -> None:
     assert summary(outcome(NOTHING))["steps_without_comparison"] == 1
     assert summary(outcome(REPORT, NOTHING))["mismatch_count"] == 0
     assert summary(outcome())["reward_first"] is None
-    assert "0 of" not in report_line(NOTHING, 0)
+    assert "0 log-probabilities" not in report_line(NOTHING, 0)
+
+
+def test_the_first_and_the_last_steps_are_never_the_same_steps() -> None:
+    def shown(count: int) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        reports = [{**REPORT, "step": step, "reward_mean": float(step)} for step in range(count)]
+        console.print(summary_table(outcome(*reports)))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    for count, edge in ((2, 1), (3, 1), (4, 2), (9, 4), (10, 5), (40, 5)):
+        figures = summary(outcome(*[{**REPORT, "reward_mean": float(step)} for step in range(count)]))
+        assert figures["reward_window"] == edge
+        assert figures["reward_first"] == (edge - 1) / 2 and figures["reward_last"] == count - 1 - (edge - 1) / 2
+        assert f"reward, first {'step ' if edge == 1 else f'{edge} steps'}" in shown(count)
+    assert "first" not in shown(1) and "reward" in shown(1)
+    assert summary(outcome())["reward_window"] == 0
+
+
+def test_one_of_something_has_no_plural() -> None:
+    stream = io.StringIO()
+    observer = PlainObserver(StopSwitch(), stream)
+    observer.started(Path("runs/x"), 0, 1)
+    observer.evaluated({"step": 1, "reward_mean": 0.9})
+    observer.step_finished({**REPORT, "compared_tokens": 1})
+    shown = stream.getvalue()
+    assert ": 1 step\n" in shown and "after 1 step\n" in shown and "of 1 token differ" in shown
 
 
 def test_the_switch_asks_a_run_to_stop() -> None:

@@ -38,7 +38,9 @@ def audit(kernel: str, target: str | None, as_json: bool) -> int:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise AuditError("the audit compiles Triton kernels; Triton is not installed: pip install triton") from error
+        raise AuditError(
+            "the audit compiles Triton kernels; Triton is not installed: pip install -e '.[triton]'"
+        ) from error
     known = audited_kernels()
     chosen = [k for k in known if k.name.startswith(kernel) and (target is None or k.target.name == target)]
     if not chosen:

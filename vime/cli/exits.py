@@ -19,6 +19,4 @@ def exit_code(error: BaseException) -> int:
         return 1
     if isinstance(error, (RlkernelError, click.ClickException)):
         return 2
-    if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return 3
-    return CLOSED_PIPE if isinstance(error, BrokenPipeError) else 1
+    return 3 if isinstance(error, (KeyboardInterrupt, click.Abort)) else 1

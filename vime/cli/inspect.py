@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vime.cli.options import json_option
+from vime.cli.words import counted
 from vime.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from vime.store.run_view import RunView
+    from vime.store.verify import Verification
+    from vime.timeline.event import Event
     from vime.timeline.sample_events import SampleFinished
     from vime.types import SampleId, VersionRun
 
@@ -65,17 +70,32 @@ def report(run_directory: str, as_json: bool) -> int:
     from vime.report.terminal import render_terminal
 
     finished = any(isinstance(event, RunFinished) for event in events)
-    stops = [event.reason for event in events if isinstance(event, RunInterrupted)]
+    last = events[-1] if events else None
     summary = RunSummary.from_data(
         Path(run_directory).resolve().name,
         steps,
         evaluations,
         identities=next((dict(event.sides) for event in events if isinstance(event, ContractFixed)), None),
         status="finished" if finished else "stopped",
-        reason="" if finished else (stops[-1] if stops else "it is still running, or was killed"),
+        # an interruption that something follows was resumed: it is not how the run stands
+        reason=""
+        if finished
+        else last.reason
+        if isinstance(last, RunInterrupted)
+        else "it is still running, or was killed",
+        native=_native_sides(events),
     )
-    Console(width=None).print(render_terminal(summary))
+    Console().print(render_terminal(summary))
     return code
+
+
+def _native_sides(events: Iterable[Event]) -> list[str]:
+    """Sides of a run whose kernels keep no contract, as its settings say."""
+    from vime.timeline.events import RunStarted
+
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    settings = (started.observed.get("pipeline") or {}) if started is not None else {}
+    return [side for side, kind in settings.get("numerics", {}).items() if kind == "native"]
 
 
 @click.command()
@@ -123,12 +143,15 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         InputError: no such sample in the log, or the position is not one of its generated tokens.
     """
     from vime.timeline.events import BatchAssigned, SampleFinished, SyncCommitted, VersionPublished
-    from vime.types import SampleId
+    from vime.types import NAMESPACES, SampleId
 
     try:
         wanted = SampleId.parse(sample)
     except ValueError as error:
-        raise InputError(f"--sample {sample}: NAMESPACE/PROMPT/K is needed, as in train/12/3 ({error})") from error
+        raise InputError(
+            f"--sample {sample}: a sample is NAMESPACE/PROMPT/K, as in train/12/3; namespaces are "
+            f"{' and '.join(NAMESPACES)}, and PROMPT and K are whole numbers"
+        ) from error
     published: dict[int, str] = {}
     committed: dict[tuple[str, int], str] = {}
     found: SampleFinished | None = None
@@ -201,7 +224,7 @@ def _token_arrays(view: RunView, step: int | None, wanted: SampleId, index: int)
 @click.command()
 @run_argument
 @click.option("--type", "kinds", multiple=True, metavar="TYPE", help="Only events of this type. Repeatable.")
-@click.option("--verify", is_flag=True, help="Check every invariant, array and checkpoint again.")
+@click.option("--verify", is_flag=True, help="Check every invariant, array, checkpoint and announced file again.")
 @json_option
 def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: bool) -> int:
     """List the events of RUN."""
@@ -229,9 +252,24 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
             click.echo(f"vime: {problem}", err=True)
         if found.problems:
             return 1
-        stored = f"the arrays of {found.steps} steps and {found.checkpoints} checkpoints are intact"
-        click.echo(f"vime: {found.events} events, every invariant holds; {stored}", err=True)
+        for sentence in _verified(found):
+            click.echo(f"vime: {sentence}", err=True)
     return 0
+
+
+def _verified(found: Verification) -> Iterator[str]:
+    """What was verified, and what was not."""
+    stored = f"the arrays of {counted(found.steps, 'step')} and {counted(found.checkpoints, 'checkpoint')} are intact"
+    yield f"{counted(found.events, 'event')}, every invariant holds; {stored}"
+    if found.files:
+        yield f"{', '.join(found.files)}: the bytes that the log announced"
+    if found.finished:
+        yield (
+            "steps.jsonl and provenance.jsonl say what the log says. report.html is a view for people and is not "
+            "verified; 'vime resume' writes that of a finished run anew"
+        )
+    else:
+        yield "the run is not finished: steps.jsonl, provenance.jsonl and report.html were not looked at"
 
 
 @click.command()
@@ -243,6 +281,7 @@ def diff(left: str, right: str, as_json: bool) -> int:
 
     Wall times, host, process ids, paths and deployment are ignored.
     """
+    from vime.cli.differences import difference_lines
     from vime.timeline.diff import diff_runs
 
     for folder in (left, right):
@@ -252,5 +291,6 @@ def diff(left: str, right: str, as_json: bool) -> int:
         data = dataclasses.asdict(difference) if difference is not None else None
         click.echo(json.dumps({"equal": difference is None, "difference": data}, default=str))
     else:
-        click.echo("the runs are equal, bit for bit" if difference is None else difference.sentence())
+        lines = ["the runs are equal, bit for bit"] if difference is None else difference_lines(difference)
+        click.echo("\n".join(lines))
     return 0 if difference is None else 1

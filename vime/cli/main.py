@@ -1,6 +1,6 @@
 """The ``vime`` command: groups the subcommands and turns errors into one sentence and an exit code.
 
-0 clean, 1 mismatch or violated invariant, 2 bad input, 3 interrupted and resumable.
+0 clean, 1 mismatch or violated invariant, 2 bad input, 3 interrupted and resumable, 141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
-from rlkernel.errors import NumericsError, RlkernelError
+from rlkernel.errors import RlkernelError
 from vime.cli.admit import admit
 from vime.cli.audit import audit
 from vime.cli.check import check
 from vime.cli.contract import contract
 from vime.cli.doctor import doctor
+from vime.cli.exits import CLOSED_PIPE, exit_code
 from vime.cli.inspect import diff, provenance, report, timeline
 from vime.cli.model import model
 from vime.cli.reveal import reveal
@@ -25,7 +27,23 @@ from vime.cli.verify import verify
 from vime.errors import VimeError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _ReaderLeft(Exception):
+    """Nobody reads the output any more (head, less): neither click nor rich is to make a failure of it."""
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise _ReaderLeft from error
+        except SystemExit as error:  # rich ends the process
+            if isinstance(error.__context__, BrokenPipeError):
+                raise _ReaderLeft from error
+            raise
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="vime", prog_name="vime")
 def cli() -> None:
     """Reinforcement-learning post-training in which rollout engine and trainer compute the same bits.
@@ -60,20 +78,12 @@ def invoke(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return 2
-    except click.Abort:
-        return _say("interrupted", 3)
-    except KeyboardInterrupt:
-        return _say("interrupted", 3)
-    except VimeError as error:
-        return _say(str(error), error.exit_code)
-    except NumericsError as error:
-        return _say(str(error), 1)
-    except RlkernelError as error:
-        return _say(str(error), 2)
-    except BrokenPipeError:
-        # The reader (less, head) closed the pipe: not an error; keep Python from complaining at exit.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 0
+    except (click.Abort, KeyboardInterrupt) as error:
+        return _say("interrupted", exit_code(error))
+    except (VimeError, RlkernelError) as error:
+        return _say(str(error), exit_code(error))
+    except _ReaderLeft:
+        return CLOSED_PIPE
     return result if isinstance(result, int) else 0
 
 
@@ -84,7 +94,13 @@ def _say(sentence: str, code: int) -> int:
 
 def main() -> None:
     """Entry point."""
-    sys.exit(invoke(sys.argv[1:]))
+    code = invoke(sys.argv[1:])
+    if code == CLOSED_PIPE:
+        # what is still buffered has no reader either: Python would complain about it at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from vime.cli.tables import evaluation_line, number, report_line, summary, summary_table
+from vime.cli.words import counted
 from vime.runtime.observer import RunOutcome
 
 
@@ -96,7 +97,7 @@ class PlainObserver(_Base):
         """Say where the run is."""
         self._steps = steps
         resumed = f", from step {first_step}" if first_step else ""
-        self._line(f"run {run_directory}: {steps} steps{resumed}")
+        self._line(f"run {run_directory}: {counted(steps, 'step')}{resumed}")
 
     def step_finished(self, report: Mapping[str, Any]) -> None:
         """The step in one line."""

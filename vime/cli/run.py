@@ -129,6 +129,9 @@ def _drive(prepared: Prepared, as_json: bool, *, resume: bool) -> int:
             raise Interrupted(f"{error}; {_hint(folder)}") from error
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; {_hint(folder)}") from None
+        except BrokenPipeError:
+            click.echo(f"vime: nobody reads the output any more, so the run stopped; {_hint(folder)}", err=True)
+            raise
         if not observer.done:
             observer.finished(outcome)  # nothing was left to do
     if outcome.status != "completed":

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from vime.cli.words import counted
 from vime.runtime.observer import RunOutcome
 
 
@@ -16,11 +17,13 @@ def report_line(report: Mapping[str, Any], steps: int) -> str:
     compared = report["compared_tokens"]
     if compared:
         bits = (
-            f"{report['mismatch_count']} of {compared:,} tokens and {report['distribution_mismatch_count']} rows differ"
+            f"{report['mismatch_count']:,} log-probabilities and {report['distribution_mismatch_count']:,} whole "
+            f"distributions of {counted(compared, 'token')} differ"
         )
     else:
-        bits = f"nothing compared ({report['incomparable_tokens']})"
-    count = f"step {report['step']}" + (f" of 0..{steps - 1}" if steps else "")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in report["incomparable_tokens"].items())
+        bits = "nothing compared" + (f": {reasons}" if reasons else "")
+    count = f"step {report['step']}" + (f" ({report['step'] + 1:,} of {steps:,})" if steps else "")
     return (
         f"{count}  reward {number(report['reward_mean'], 3)}  {bits}  loss {number(report['loss'], 4)}  "
         f"grad {number(report['grad_norm'], 3)}  {number(report['tokens_per_s'], 0)} tokens/s"
@@ -29,7 +32,7 @@ def report_line(report: Mapping[str, Any], steps: int) -> str:
 
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     """A held-out evaluation in one line."""
-    return f"held-out reward {number(evaluation['reward_mean'], 3)} after {evaluation['step']} steps"
+    return f"held-out reward {number(evaluation['reward_mean'], 3)} after {counted(evaluation['step'], 'step')}"
 
 
 def number(value: Any, digits: int) -> str:
@@ -54,10 +57,13 @@ def _total(reports: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def summary(outcome: RunOutcome) -> dict[str, Any]:
-    """Figures of a whole run: rewards of the first and last five steps, held-out before and after, totals."""
+    """Figures of a whole run: rewards of the first and last steps, held-out before and after, totals.
+
+    The first and the last ``reward_window`` steps, at most five, have none in common, save the only one of a run.
+    """
     reports = outcome.reports
     rewards = [float(report["reward_mean"]) for report in reports if report["reward_mean"] is not None]
-    edge = min(5, len(rewards))
+    edge = min(len(rewards), max(1, min(5, len(rewards) // 2)))
     held_out = [float(item["reward_mean"]) for item in outcome.evaluations if item["reward_mean"] is not None]
     tokens = sum(int(report["num_tokens"]) for report in reports)
     busy = sum(float(report["time_s"]["total"]) for report in reports)
@@ -87,10 +93,11 @@ def summary_table(outcome: RunOutcome) -> Table:
     table.add_column()
     table.add_column(justify="right")
     window = figures["reward_window"]
+    edge = "step" if window == 1 else f"{window} steps"
     rows = [
         ("steps", f"{figures['steps_done']} of {figures['steps']}"),
-        (f"reward, first {window} steps", number(figures["reward_first"], 3)),
-        (f"reward, last {window} steps", number(figures["reward_last"], 3)),
+        (f"reward, first {edge}", number(figures["reward_first"], 3)),
+        (f"reward, last {edge}", number(figures["reward_last"], 3)),
         ("held-out reward, before", number(figures["held_out_before"], 3)),
         ("held-out reward, after", number(figures["held_out_after"], 3)),
         ("tokens compared", f"{figures['compared_tokens']:,} of {figures['num_tokens']:,}"),
@@ -102,7 +109,10 @@ def summary_table(outcome: RunOutcome) -> Table:
         ("weights", outcome.manifest_digest[:16] or "-"),
     ]
     if figures["steps_without_comparison"]:
-        rows.insert(6, ("steps that compared nothing", str(figures["steps_without_comparison"])))
+        at = [name for name, _ in rows].index("tokens compared") + 1
+        rows.insert(at, ("steps that compared nothing", str(figures["steps_without_comparison"])))
+    if figures["steps_done"] == 1:
+        rows[1:3] = [("reward", number(figures["reward_first"], 3))]
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -1,4 +1,4 @@
-"""Arithmetic problems from reasoning-gym (optional: ``pip install 'vime[tasks]'``), as chats."""
+"""Arithmetic problems from reasoning-gym (optional: ``pip install -e '.[tasks]'``), as chats."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vime.types import GeneratedSample, Namespace, Prompt
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _EVAL_SEED_OFFSET = 1_000_003
+_MOST = 1_000_000
 
 
 def rows(
@@ -33,9 +34,12 @@ def rows(
     try:
         import reasoning_gym
     except ImportError:
-        raise InputError("the task 'arithmetic' needs reasoning-gym: pip install 'vime[tasks]'") from None
-    if size < 1 or held_out < 0:
-        raise InputError(f"size = {size}, held_out = {held_out}: at least 1 and 0 are needed")
+        raise InputError("the task 'arithmetic' needs reasoning-gym: pip install -e '.[tasks]'") from None
+    for name, count, least in (("size", size, 1), ("held_out", held_out, 0)):
+        if not isinstance(count, int) or not least <= count <= _MOST:
+            raise InputError(f"{name} = {count!r}: a whole number from {least} to {_MOST:,} is needed")
+    if not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise InputError(f"seed = {seed!r}: a whole number from 0 to 2^31 - 1 is needed")
     wanted = held_out if namespace == "eval" else size
     try:
         held = _distinct(reasoning_gym, dataset, held_out, seed + _EVAL_SEED_OFFSET, options or {}, frozenset())
