@@ -13,6 +13,7 @@ import triton
 from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton import logprob as kernels
+from rlkernel.kernels.triton import logprob_merge
 from rlkernel.kernels.triton.launch import MultiplyAccumulate, _options
 
 Gemm = Literal["triton", "vendor"]
@@ -38,24 +39,26 @@ class DeviceRowStatistics:
 class HeadTile:
     """Tuning of ``linear_leaves``. Nothing here is part of the contract.
 
-    ``block_n`` is 128 or 256; ``piece``: columns of a thread (of 32) whose statistics are in flight together.
+    ``block_n`` is 128 or 256; ``piece``: columns of a thread (of 32) whose statistics are in flight together;
+    ``max_registers`` of a thread on NVIDIA's GPUs, 0 for the compiler's choice.
     """
 
-    block_m: int = 128
+    block_m: int = 64
     block_n: int = 128
     block_k: int = 64
     group_m: int = 8
     piece: int = 4
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 4
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)
 class LeafTile:
     """Tuning of ``logits_leaves``: rows of a program, warps (each 4 leaves of a row), ``piece`` of 16 columns."""
 
-    rows: int = 4
-    warps: int = 4
+    rows: int = 2
+    warps: int = 2
     piece: int = 8
 
 
@@ -63,10 +66,10 @@ class LeafTile:
 class MergeTile:
     """Tuning of ``merge_leaves``: rows of a program, leaves that are loaded together."""
 
-    rows: int = 32
-    block: int = 32
-    unroll: int = 16
-    num_warps: int = 1
+    rows: int = 16
+    block: int = 64
+    unroll: int = 32
+    num_warps: int = 4
 
 
 CHUNK = 8448
@@ -260,6 +263,7 @@ def _fused(
         PIECE=tile.piece,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **({"maxnreg": tile.max_registers} if tile.max_registers and not torch.version.hip else {}),
         **_options(),
     )
 
@@ -299,7 +303,7 @@ def merge(partials: Partials, vocabulary: int, shards: int, tile: MergeTile) -> 
     out = torch.empty((4, rows), dtype=torch.float32, device=device)
     digest = torch.empty((rows, 2), dtype=torch.int64, device=device)
     if rows:
-        kernels.merge_leaves[(triton.cdiv(rows, tile.rows),)](
+        logprob_merge.merge_leaves[(triton.cdiv(rows, tile.rows),)](
             *partials.arguments(),
             out,
             digest,

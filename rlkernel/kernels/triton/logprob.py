@@ -1,8 +1,8 @@
 """Statistics of the linear log-probability in Triton: leaves of 128 columns, then their merge.
 
 ``linear_leaves`` is a GEMM that never stores a logit: its epilogue makes the partial results of every (row, leaf).
-``logits_leaves`` makes the same of logits in memory. ``merge_leaves`` merges them, shard by shard. Partial results lie
-as [leaf, row], so that neighbouring rows are read and written together.
+``logits_leaves`` makes the same of logits in memory. Partial results lie as [leaf, row], so that neighbouring rows are
+read and written together; :mod:`logprob_merge` merges them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.contract import constants
-from rlkernel.kernels.triton.logprob_leaf import canonical, key_value, leaf_statistics, order_key
-from rlkernel.kernels.triton.primitives import constant, exp2_full, log2_full
+from rlkernel.kernels.triton.logprob_leaf import canonical, leaf_statistics
 
 _LOG2E = tl.constexpr(constants.LOG2E)
 _LN2 = tl.constexpr(constants.LN2)
@@ -201,121 +200,3 @@ def logits_leaves(
 
     m, s, u, d1, d2 = leaf_statistics(tile, first, last, nothing, ROWS * PARTS, 8, 16, PIECE, MASKED)
     store_leaves(maxima, sums, moments, lanes, m, s, u, d1, d2, leaf, row, R, all_leaves, real)
-
-
-@triton.jit
-def _largest(maxima, row, present, R, first, last, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """``max`` of leaves [first, last) of each row, float32 [ROWS]; -inf of none."""
-    key = tl.full((BLOCK, ROWS), -0x7F800001, tl.int32)
-    for start in range(first, last, BLOCK):
-        leaf = start + tl.arange(0, BLOCK)
-        inside = (leaf < last)[:, None] & present[None, :]
-        m = tl.load(maxima + leaf.to(tl.int64)[:, None] * R + row[None, :], mask=inside, other=float("-inf"))
-        key = tl.maximum(key, order_key(m))
-    return key_value(tl.max(key, 0))
-
-
-@triton.jit
-def _moved(s, shift, u, weight):
-    """``fma(s, shift, u)``; u where the weight is +0, because the shift may be -inf there."""
-    return tl.where(weight == 0.0, u, tl.fma(s, shift, u))
-
-
-@triton.jit
-def _shards(
-    maxima,
-    sums,
-    moments,
-    row,
-    present,
-    top,
-    R,
-    leaves,
-    size,
-    shard: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Tree over COUNT shards from ``shard`` on: S and U, float32 [ROWS]."""
-    if COUNT > 1:
-        HALF: tl.constexpr = COUNT // 2
-        s, u = _shards(maxima, sums, moments, row, present, top, R, leaves, size, shard, HALF, ROWS, BLOCK, UNROLL)
-        t, v = _shards(
-            maxima, sums, moments, row, present, top, R, leaves, size, shard + HALF, HALF, ROWS, BLOCK, UNROLL
-        )
-        return s + t, u + v
-    else:
-        first = shard * size
-        last = tl.minimum(first + size, leaves)
-        m_shard = _largest(maxima, row, present, R, first, last, ROWS, BLOCK)
-        total = tl.zeros((ROWS,), tl.float32)
-        moment = tl.zeros((ROWS,), tl.float32)
-        for start in range(first, last, UNROLL):
-            for step in tl.static_range(UNROLL):
-                leaf = tl.zeros_like(row) + (start + step)
-                inside = present & (leaf < last)
-                at = leaf.to(tl.int64) * R + row
-                m = tl.load(maxima + at, mask=inside, other=float("-inf"))
-                s = tl.load(sums + at, mask=inside, other=0.0)
-                u = tl.load(moments + at, mask=inside, other=0.0)
-                shift = m - m_shard
-                weight = exp2_full(shift * _LOG2E)
-                live = m != float("-inf")
-                total = tl.where(live, tl.fma(s, weight, total), total)
-                moment = tl.where(live, tl.fma(_moved(s, shift, u, weight), weight, moment), moment)
-        shift = m_shard - top
-        weight = exp2_full(shift * _LOG2E)
-        live = m_shard != float("-inf")
-        nothing = constant(total, 0.0)
-        s = tl.where(live, total * weight, nothing)
-        return s, tl.where(live, _moved(total, shift, moment, weight) * weight, nothing)
-
-
-@triton.jit
-def merge_leaves(
-    maxima,
-    sums,
-    moments,
-    lanes,
-    chosen,
-    out,
-    digest,
-    R,
-    leaves,
-    size,
-    SHARDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """``out[:, row] = max, log_sum, logprob, entropy`` (float32 [4, R]) and ``digest[row]`` (int64 [R, 2]).
-
-    Args:
-        maxima, sums, moments: float32 [leaves, R]; ``lanes``: int64 [2, leaves, R]; ``chosen``: the targets' logits.
-        size: leaves of a shard; the last shards may have fewer, or none. SHARDS: a power of two.
-        ROWS: rows of a program; BLOCK, UNROLL: leaves that are loaded together.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    present = row < R
-    top = _largest(maxima, row, present, R, 0, leaves, ROWS, BLOCK)
-    total, moment = _shards(maxima, sums, moments, row, present, top, R, leaves, size, 0, SHARDS, ROWS, BLOCK, UNROLL)
-    log_sum = log2_full(total) * _LN2
-    target = tl.load(chosen + row, mask=present, other=0.0)
-    tl.store(out + row, top, mask=present)
-    tl.store(out + R + row, log_sum, mask=present)
-    tl.store(out + 2 * R + row, (target - top) - log_sum, mask=present)
-    tl.store(out + 3 * R + row, log_sum - tl.div_rn(moment, total), mask=present)
-
-    first = tl.zeros((BLOCK, ROWS), tl.int64)
-    second = tl.zeros((BLOCK, ROWS), tl.int64)
-    for start in range(0, leaves, BLOCK):
-        leaf = start + tl.arange(0, BLOCK)
-        inside = (leaf < leaves)[:, None] & present[None, :]
-        at = leaf.to(tl.int64)[:, None] * R + row[None, :]
-        first += tl.load(lanes + at, mask=inside, other=0)
-        at = (leaf + leaves).to(tl.int64)[:, None] * R + row[None, :]
-        second += tl.load(lanes + at, mask=inside, other=0)
-    tl.store(digest + 2 * row, tl.sum(first, 0), mask=present)
-    tl.store(digest + 2 * row + 1, tl.sum(second, 0), mask=present)

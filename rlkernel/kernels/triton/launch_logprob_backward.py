@@ -1,0 +1,304 @@
+"""Starts the linear log-probability's backward on torch tensors of a GPU. Tuning and ``gemm`` change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton
+
+from rlkernel.contract.entries import VOCABULARY_LEAF
+from rlkernel.errors import ContractError
+from rlkernel.kernels.triton import logprob_gradient as kernels
+from rlkernel.kernels.triton.launch import MultiplyAccumulate, Tile, _options
+from rlkernel.kernels.triton.launch_logprob import (
+    DeviceRowStatistics,
+    Gemm,
+    division,
+    require_head,
+    require_shards,
+    require_vendor,
+    vendor_logits,
+)
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class BackwardTuning:
+    """Tuning of the backward. Nothing here is part of the contract.
+
+    ``chunk``: columns of the vocabulary whose gradients exist at a time, a multiple of 128; ``vendor_chunk``: columns
+    of float32 logits that the vendor's GEMM writes at a time.
+    """
+
+    chunk: int = 16896
+    vendor_chunk: int = 8448
+    logits: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
+    inputs: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
+    weights: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
+    rows: int = 4
+    block: int = 1024
+
+
+def continued_chain(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    mac: MultiplyAccumulate,
+    begin: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``out = cast(chain over k of a[m, k] * b[k, n])``, continuing ``begin`` where it is given.
+
+    Args:
+        a: [M, K] of any strides that are not 0; ``b``: [K, N], C-contiguous, of the same dtype.
+        out: [M, N], C-contiguous: float32, or the dtype that the chain's end is rounded to.
+        begin: float32 [M, N], C-contiguous; may be ``out``.
+
+    Raises:
+        ContractError: operands that do not fit each other.
+    """
+    tile = tile or Tile()
+    (m, k), n = a.shape, b.shape[1]
+    if b.shape[0] != k or a.dtype != b.dtype or not b.is_contiguous() or not out.is_contiguous() or out.shape != (m, n):
+        raise ContractError(
+            f"a continued chain takes a [M, K], b [K, N] and out [M, N] of one dtype, b and out C-contiguous; they are "
+            f"{a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} and {list(out.shape)}"
+        )
+    if begin is not None and (begin.dtype != torch.float32 or begin.shape != (m, n) or not begin.is_contiguous()):
+        raise ContractError(f"a chain begins at C-contiguous float32 [{m}, {n}], not {begin.dtype} {list(begin.shape)}")
+    even = k % tile.block_k == 0
+    if mac == "matrix" and torch.version.hip and not even:
+        raise ContractError(
+            f"K = {k} is no multiple of block_k {tile.block_k}: on this GPU a step of padding turns an accumulator of "
+            "-0 into +0; choose a block_k that divides it"
+        )
+    if m and n:
+        kernels.continued[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+            a,
+            b,
+            out if begin is None else begin,
+            out,
+            m,
+            n,
+            k,
+            a.stride(0),
+            a.stride(1),
+            0.0,
+            START=begin is not None,
+            WIDEN=mac == "fma",
+            EVEN=even,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            GROUP_M=tile.group_m,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **_options(),
+        )
+    return out
+
+
+def linear_logprob_backward(
+    x: Tensor,
+    w: Tensor,
+    statistics: DeviceRowStatistics,
+    targets: Tensor,
+    coefficient: Tensor,
+    temperature: float,
+    shards: int,
+    grad_w: Tensor,
+    mac: MultiplyAccumulate,
+    *,
+    gemm: Gemm = "triton",
+    fresh: bool = False,
+    tuning: BackwardTuning | None = None,
+) -> Tensor:
+    """Gradients of the head, from logits that are computed again by the forward's chain.
+
+    Args:
+        x: [R, H] and w: [V, H], bfloat16 or (``mac='fma'`` only) float32, C-contiguous.
+        statistics: of the same rows, weight, targets and temperature; ``max`` and ``log_sum`` are used.
+        targets: int64 [R]; ``coefficient``: float32 [R], d loss / d logprob.
+        shards: T of the definition, the leaves of dx; a power of two.
+        grad_w: float32 [V, H], C-contiguous; its chains continue over these rows, in place. R is a multiple of the
+            multiply-accumulate's step over rows (16 on sm_90, 8 on gfx942, 1 for ``fma``), or these rows are the last
+            of their chain: the step is filled up with zeros, which a later row could not take back.
+        gemm: ``vendor``: logits, and what is a whole chain from +0, by cuBLASLt.
+        fresh: grad_w begins here: its old values are not read, the chains start at +0.
+
+    Returns:
+        dx [R, H] in the dtype of x. Besides it, ``R * chunk * (2 or 4)`` bytes of gradients are used, with ``vendor``
+        also ``R * vendor_chunk * 4`` of logits, and R * H * 4 for every level of the tree over shards.
+
+    Raises:
+        ContractError: operands, a temperature, shards or tuning that do not fit, or a vendor's GEMM that is not set up.
+    """
+    tuning = tuning or BackwardTuning()
+    require_head(x, w, targets, mac)
+    require_shards(shards)
+    _require(x, w, statistics, coefficient, grad_w, tuning)
+    if gemm == "vendor":
+        require_vendor(x, mac)
+    dx = torch.empty_like(x)
+    if not len(x):
+        return grad_w.zero_() and dx if fresh else dx
+    work = _Work(x, w, statistics, targets, coefficient, temperature, grad_w, mac, gemm, fresh, tuning)
+    size = triton.cdiv(len(w), VOCABULARY_LEAF * shards) * VOCABULARY_LEAF
+    pending: list[tuple[int, Tensor]] = []  # (leaves, sum), like the digits of a binary counter
+    for shard in range(shards):
+        first, last = min(shard * size, len(w)), min((shard + 1) * size, len(w))
+        if shards == 1:
+            return work.shard(first, last, dx)
+        total = work.shard(first, last, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+        leaves = 1
+        while pending and pending[-1][0] == leaves:
+            total = pending.pop()[1].add_(total)
+            leaves *= 2
+        pending.append((leaves, total))
+    return dx.copy_(pending[0][1])
+
+
+class _Work:
+    """The operands of one backward."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        statistics: DeviceRowStatistics,
+        targets: Tensor,
+        coefficient: Tensor,
+        temperature: float,
+        grad_w: Tensor,
+        mac: MultiplyAccumulate,
+        gemm: Gemm,
+        fresh: bool,
+        tuning: BackwardTuning,
+    ) -> None:
+        self.x, self.w, self.grad_w = x, w, grad_w
+        self.rows = (statistics.max, statistics.log_sum, targets, coefficient)
+        self.temperature, self.mac, self.gemm, self.fresh, self.tuning = temperature, mac, gemm, fresh, tuning
+        width = min(tuning.chunk, len(w))
+        self.dz = torch.empty(len(x) * width, dtype=x.dtype, device=x.device)
+        logits = min(tuning.vendor_chunk, width) if gemm == "vendor" else 0
+        self.z = torch.empty(len(x) * logits, dtype=torch.float32, device=x.device)
+
+    def shard(self, first: int, last: int, out: Tensor) -> Tensor:
+        """Gradients of the columns [first, last): the weight's in place, the input's leaf into ``out``."""
+        chunk = self.tuning.chunk
+        whole = last - first <= chunk
+        leaf = out if whole or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        if first == last:
+            return out.zero_()
+        for begin, end in _chunks(first, last, chunk):
+            dz = self._logits_gradient(begin, end)
+            self._weight(dz, begin, end)
+            rows = self.w[begin:end]
+            if whole and self.gemm == "vendor":
+                _vendor(dz, rows, out)
+            else:
+                target = out if end == last else leaf
+                start = None if begin == first else leaf
+                continued_chain(dz, rows, target, mac=self.mac, begin=start, tile=self.tuning.inputs)
+        return out
+
+    def _weight(self, dz: Tensor, first: int, last: int) -> None:
+        out = self.grad_w[first:last]
+        if self.fresh and self.gemm == "vendor":
+            _vendor(dz.T, self.x, out)
+        else:
+            continued_chain(
+                dz.T, self.x, out, mac=self.mac, begin=None if self.fresh else out, tile=self.tuning.weights
+            )
+
+    def _logits_gradient(self, first: int, last: int) -> Tensor:
+        x, tuning, rows = self.x, self.tuning, len(self.x)
+        how, factor = division(self.temperature)
+        dz = self.dz[: rows * (last - first)].view(rows, last - first)
+        divisor = float(np.float32(self.temperature))
+        if self.gemm == "triton":
+            tile, depth = tuning.logits, x.shape[1]
+            even = depth % tile.block_k == 0
+            if self.mac == "matrix" and torch.version.hip and not even:
+                raise ContractError(f"H = {depth} is no multiple of block_k {tile.block_k}; choose one that divides it")
+            kernels.linear_gradient[(triton.cdiv(rows, tile.block_m) * triton.cdiv(last - first, tile.block_n),)](
+                x,
+                self.w[first:last],
+                *self.rows,
+                dz,
+                rows,
+                last - first,
+                depth,
+                first,
+                factor,
+                divisor,
+                0.0,
+                DIVISION=how,
+                WIDEN=self.mac == "fma",
+                EVEN=even,
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                BLOCK_K=tile.block_k,
+                GROUP_M=tile.group_m,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **_options(),
+            )
+            return dz
+        for begin, end in _chunks(first, last, tuning.vendor_chunk):
+            z = vendor_logits(x, self.w[begin:end], self.z[: rows * (end - begin)].view(rows, end - begin))
+            kernels.logits_gradient[(triton.cdiv(end - begin, tuning.block), triton.cdiv(rows, tuning.rows))](
+                z,
+                *self.rows,
+                dz[:, begin - first :],
+                rows,
+                end - begin,
+                last - first,
+                begin,
+                factor,
+                divisor,
+                DIVISION=how,
+                ROWS=tuning.rows,
+                BLOCK=tuning.block,
+                num_warps=4,
+                **_options(),
+            )
+        return dz
+
+
+def _chunks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(first, last, size):
+        yield begin, min(last, begin + size)
+
+
+def _vendor(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if out.dtype == torch.float32:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def _require(
+    x: Tensor, w: Tensor, statistics: DeviceRowStatistics, coefficient: Tensor, grad_w: Tensor, tuning: BackwardTuning
+) -> None:
+    rows = len(x)
+    for name, value in (("max", statistics.max), ("log_sum", statistics.log_sum), ("coefficient", coefficient)):
+        if value.dtype != torch.float32 or value.shape != (rows,) or not value.is_contiguous():
+            raise ContractError(
+                f"{name} of the head's backward is {value.dtype} {list(value.shape)}, not float32 [{rows}]"
+            )
+    if grad_w.dtype != torch.float32 or grad_w.shape != w.shape or not grad_w.is_contiguous():
+        raise ContractError(
+            f"grad_w is {grad_w.dtype} {list(grad_w.shape)}; C-contiguous float32 {list(w.shape)} is expected"
+        )
+    for name in ("chunk", "vendor_chunk"):
+        value = getattr(tuning, name)
+        if value < VOCABULARY_LEAF or value % VOCABULARY_LEAF:
+            raise ContractError(
+                f"{name} of the backward is {value}; a positive multiple of {VOCABULARY_LEAF} is expected"
+            )

@@ -1,0 +1,165 @@
+"""Merge of the head's leaves in Triton: shards, their tree, and the statistics of a row. Definition: docs/numerics.md.
+
+The merge of a shard is a chain over a thousand leaves and more. Everything that does not depend on the leaf before
+(weight, moment moved to the shard's maximum) is therefore made in parallel first, and kept in place of the leaf's
+maximum and moment.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rlkernel.contract import constants
+from rlkernel.kernels.triton.logprob_leaf import key_value, order_key
+from rlkernel.kernels.triton.primitives import constant, exp2_full, log2_full
+
+_LOG2E = tl.constexpr(constants.LOG2E)
+_LN2 = tl.constexpr(constants.LN2)
+_INF = tl.constexpr(float("inf"))
+_LOWEST_KEY = tl.constexpr(-0x7F800001)  # order_key of -inf
+_SKIPPED = tl.constexpr(-0x80000000)  # pattern of -0, which no weight has
+
+
+@triton.jit
+def _moved(s, shift, u, weight):
+    """``fma(s, shift, u)``; u where the weight is +0, because the shift may be -inf there."""
+    return tl.where(weight == 0.0, u, tl.fma(s, shift, u))
+
+
+@triton.jit
+def _weigh(maxima, sums, moments, row, present, R, first, last, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum of leaves [first, last) of each row, float32 [ROWS], -inf of none.
+
+    In place of a leaf's maximum its weight is left, -0 where the leaf is skipped; in place of its moment the moved one.
+    """
+    key = tl.full((BLOCK, ROWS), _LOWEST_KEY, tl.int32)
+    for start in range(first, last, BLOCK):
+        leaf = start + tl.arange(0, BLOCK)
+        inside = (leaf < last)[:, None] & present[None, :]
+        m = tl.load(maxima + leaf.to(tl.int64)[:, None] * R + row[None, :], mask=inside, other=-_INF)
+        key = tl.maximum(key, order_key(m))
+    top = key_value(tl.max(key, 0))
+    for start in range(first, last, BLOCK):
+        leaf = start + tl.arange(0, BLOCK)
+        inside = (leaf < last)[:, None] & present[None, :]
+        at = leaf.to(tl.int64)[:, None] * R + row[None, :]
+        m = tl.load(maxima + at, mask=inside, other=-_INF)
+        s = tl.load(sums + at, mask=inside, other=0.0)
+        u = tl.load(moments + at, mask=inside, other=0.0)
+        shift = m - top[None, :]
+        weight = exp2_full(shift * _LOG2E)
+        tl.store(moments + at, _moved(s, shift, u, weight), mask=inside)
+        tl.store(maxima + at, tl.where(m == -_INF, constant(m, -0.0), weight), mask=inside)
+    return top
+
+
+@triton.jit
+def _largest(maxima, row, present, R, leaves, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    key = tl.full((BLOCK, ROWS), _LOWEST_KEY, tl.int32)
+    for start in range(0, leaves, BLOCK):
+        leaf = start + tl.arange(0, BLOCK)
+        inside = (leaf < leaves)[:, None] & present[None, :]
+        m = tl.load(maxima + leaf.to(tl.int64)[:, None] * R + row[None, :], mask=inside, other=-_INF)
+        key = tl.maximum(key, order_key(m))
+    return key_value(tl.max(key, 0))
+
+
+@triton.jit
+def _shards(
+    maxima,
+    sums,
+    moments,
+    row,
+    present,
+    top,
+    R,
+    leaves,
+    size,
+    shard: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Tree over COUNT shards from ``shard`` on: S and U, float32 [ROWS]."""
+    if COUNT > 1:
+        HALF: tl.constexpr = COUNT // 2
+        s, u = _shards(maxima, sums, moments, row, present, top, R, leaves, size, shard, HALF, ROWS, BLOCK, UNROLL)
+        t, v = _shards(
+            maxima, sums, moments, row, present, top, R, leaves, size, shard + HALF, HALF, ROWS, BLOCK, UNROLL
+        )
+        return s + t, u + v
+    else:
+        first = shard * size
+        last = tl.minimum(first + size, leaves)
+        m_shard = _weigh(maxima, sums, moments, row, present, R, first, last, ROWS, BLOCK)
+        tl.debug_barrier()  # other threads of the program wrote what the chain reads
+        total = tl.zeros((ROWS,), tl.float32)
+        moment = tl.zeros((ROWS,), tl.float32)
+        for start in range(first, last, UNROLL):
+            for step in tl.static_range(UNROLL):
+                leaf = tl.zeros_like(row) + (start + step)
+                inside = present & (leaf < last)
+                at = leaf.to(tl.int64) * R + row
+                weight = tl.load(maxima + at, mask=inside, other=-0.0)
+                s = tl.load(sums + at, mask=inside, other=0.0)
+                u = tl.load(moments + at, mask=inside, other=0.0)
+                live = inside & (weight.to(tl.int32, bitcast=True) != _SKIPPED)
+                total = tl.where(live, tl.fma(s, weight, total), total)
+                moment = tl.where(live, tl.fma(u, weight, moment), moment)
+        shift = m_shard - top
+        weight = exp2_full(shift * _LOG2E)
+        live = m_shard != -_INF
+        nothing = constant(total, 0.0)
+        s = tl.where(live, total * weight, nothing)
+        return s, tl.where(live, _moved(total, shift, moment, weight) * weight, nothing)
+
+
+@triton.jit
+def merge_leaves(
+    maxima,
+    sums,
+    moments,
+    lanes,
+    chosen,
+    out,
+    digest,
+    R,
+    leaves,
+    size,
+    SHARDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """``out[:, row] = max, log_sum, logprob, entropy`` (float32 [4, R]) and ``digest[row]`` (int64 [R, 2]).
+
+    Args:
+        maxima, sums, moments: float32 [leaves, R], overwritten; ``lanes``: int64 [2, leaves, R]; ``chosen``: float32
+            [R], the targets' logits.
+        size: leaves of a shard; the last shards may have fewer, or none. SHARDS: a power of two.
+        ROWS: rows of a program; BLOCK, UNROLL: leaves that are loaded together.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = row < R
+    top = _largest(maxima, row, present, R, leaves, ROWS, BLOCK)
+    total, moment = _shards(maxima, sums, moments, row, present, top, R, leaves, size, 0, SHARDS, ROWS, BLOCK, UNROLL)
+    log_sum = log2_full(total) * _LN2
+    target = tl.load(chosen + row, mask=present, other=0.0)
+    tl.store(out + row, top, mask=present)
+    tl.store(out + R + row, log_sum, mask=present)
+    tl.store(out + 2 * R + row, (target - top) - log_sum, mask=present)
+    tl.store(out + 3 * R + row, log_sum - tl.div_rn(moment, total), mask=present)
+
+    first = tl.zeros((BLOCK, ROWS), tl.int64)
+    second = tl.zeros((BLOCK, ROWS), tl.int64)
+    for start in range(0, leaves, BLOCK):
+        leaf = start + tl.arange(0, BLOCK)
+        inside = (leaf < leaves)[:, None] & present[None, :]
+        at = leaf.to(tl.int64)[:, None] * R + row[None, :]
+        first += tl.load(lanes + at, mask=inside, other=0)
+        at = (leaf + leaves).to(tl.int64)[:, None] * R + row[None, :]
+        second += tl.load(lanes + at, mask=inside, other=0)
+    tl.store(digest + 2 * row, tl.sum(first, 0), mask=present)
+    tl.store(digest + 2 * row + 1, tl.sum(second, 0), mask=present)
