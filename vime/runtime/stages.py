@@ -184,7 +184,7 @@ class StepStages:
                 except RewardFailure as failure:
                     raise Interrupted(
                         f"the reward {settings.function!r} of sample {sample.sample_id} failed: {failure}; mend it and "
-                        "resume, or set stages.reward.on_error: drop"
+                        "resume (a new run with stages.reward.on_error: drop would drop such samples)"
                     ) from failure
                 rewards[sample.sample_id] = event.reward
                 continue
