@@ -15,7 +15,7 @@ from rlkernel.kernels.triton.launch_rows import DTYPES, _require
 
 @dataclass(frozen=True)
 class HeadPlace:
-    """Where the head rows of one kind lie in a tensor [T, groups * slots * depth]: slots first .. first + per of a group."""
+    """Where head rows of one kind lie in a tensor [T, groups * slots * depth]: from slot ``first``, ``per`` a group."""
 
     groups: int
     per: int

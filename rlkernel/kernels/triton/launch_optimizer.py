@@ -88,7 +88,7 @@ def adamw(
     scalars: torch.Tensor,
     clip: torch.Tensor,
 ) -> None:
-    """One AdamW step of a tensor, in place: ``master``, ``m``, ``v`` (float32) and the model's ``weight`` = cast(master).
+    """One AdamW step of a tensor in place: ``master``, ``m``, ``v`` (float32), the model's ``weight`` = cast(master).
 
     Args:
         grad: float32, before clipping; ``clip``: float32 [1], the factor; ``scalars``: of :func:`scalars_on_device`.

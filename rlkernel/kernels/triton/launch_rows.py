@@ -234,7 +234,8 @@ def embedding_gradient(dh: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor) 
     found, counts = torch.unique_consecutive(ordered, return_counts=True)
     if int(found[0]) < 0 or int(found[-1]) >= len(grad):
         raise ContractError(
-            f"ids of embedding_gradient lie between {int(found[0])} and {int(found[-1])}; the table has {len(grad)} rows"
+            f"ids of embedding_gradient lie between {int(found[0])} and {int(found[-1])}; "
+            f"the table has {len(grad)} rows"
         )
     first = torch.zeros(len(found) + 1, dtype=torch.int64, device=dh.device)
     torch.cumsum(counts, 0, out=first[1:])

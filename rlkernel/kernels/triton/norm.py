@@ -45,10 +45,7 @@ def rms_norm(
             row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
             tl.store(stream + start + first, row, mask=inside)
         row = row.to(tl.float32)
-        if first + LANES <= N:
-            acc = tl.fma(row, row, acc)
-        else:
-            acc = lane_step(acc, row, row, inside)
+        acc = tl.fma(row, row, acc) if first + LANES <= N else lane_step(acc, row, row, inside)
     r = inverse_root(tree(acc, ROWS, LANES), eps, N, ROWS)
     tl.store(inv_rms + rows, r, mask=present)
     for first in tl.static_range(0, N, LANES):

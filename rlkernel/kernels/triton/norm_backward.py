@@ -34,10 +34,7 @@ def rms_norm_dx(
         weight = tl.load(w + first + weights, mask=weights + first < N, other=0.0).to(tl.float32)
         g = tl.load(dy + start + first, mask=inside, other=0.0).to(tl.float32) * weight
         xh = tl.load(x + start + first, mask=inside, other=0.0).to(tl.float32) * r
-        if first + LANES <= N:
-            acc = tl.fma(g, xh, acc)
-        else:
-            acc = lane_step(acc, g, xh, inside)
+        acc = tl.fma(g, xh, acc) if first + LANES <= N else lane_step(acc, g, xh, inside)
     c = tl.div_rn(tree(acc, ROWS, LANES), tl.full((ROWS,), N, tl.float32))[:, None]
     for first in tl.static_range(0, N, LANES):
         inside = present[:, None] & (lane + first < N)[None, :]

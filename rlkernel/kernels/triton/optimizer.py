@@ -47,7 +47,7 @@ def tree_level(values, out, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def norm_and_clip(totals, norm, clip, count, max_norm):
-    """``total = add(total, totals[i])`` ascending from +0; ``norm = sqrt(total)``; ``clip = norm > max ? max / norm : 1``."""
+    """``norm = sqrt(total)``, total the sum of totals ascending from +0; ``clip = norm > max ? max / norm : 1``."""
     one = tl.arange(0, 1)
     total = tl.zeros((1,), tl.float32)
     for i in range(count):

@@ -1,8 +1,8 @@
 """Rotary embedding in Triton, alone and after the norm of every head. Definitions: docs/numerics.md.
 
-``heads`` are read where a fused projection leaves them: GROUPS groups a token, each of SLOTS head rows of DEPTH elements
-(the order [its q heads, k head, v head] in which the projection's gradient is reduced). A program takes ROWS pairs
-(token, head) of one kind, from slot FIRST on, PER of a group. The other side is plain: [T, GROUPS * PER, DEPTH].
+``heads`` are read where a fused projection leaves them: GROUPS groups a token, each of SLOTS head rows of DEPTH
+elements (the order [its q heads, k head, v head] in which the projection's gradient is reduced). A program takes ROWS
+pairs (token, head) of one kind, from slot FIRST on, PER of a group. The other side is plain: [T, GROUPS * PER, DEPTH].
 """
 
 from __future__ import annotations
@@ -150,9 +150,8 @@ def head_norm_dw(
     whole = rows // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
         for t in tl.static_range(BLOCK):
-            acc = _head_step(
-                dnormed, heads, inv_rms, first + t, column, inside, acc, count, GROUPS, PER, SLOTS, FIRST, DEPTH
-            )
+            row = first + t
+            acc = _head_step(dnormed, heads, inv_rms, row, column, inside, acc, count, GROUPS, PER, SLOTS, FIRST, DEPTH)
     for row in range(whole, rows):
         acc = _head_step(dnormed, heads, inv_rms, row, column, inside, acc, count, GROUPS, PER, SLOTS, FIRST, DEPTH)
     tl.store(dw + column, acc, mask=inside)

@@ -72,9 +72,21 @@ def gemm_variant(dtype: str, tile: Tile, leaves: int, *, fma: bool, even: bool =
     pointer = _TYPES[dtype]
     return Variant(
         gemm,
-        (*_pointers("abc", pointer), ("M", "i32"), ("N", "i32"), ("K", "i32"), ("zero", "fp32")),
+        (
+            *_pointers(("a", "b", "c", "bias"), pointer),
+            ("grad", "*fp32"),
+            ("M", "i32"),
+            ("N", "i32"),
+            ("K", "i32"),
+            ("zero", "fp32"),
+        ),
         (
             ("LEAVES", leaves),
+            ("SPLIT", False),
+            ("HAS_BIAS", False),
+            ("CONTINUES", False),
+            ("A_DEPTH_FIRST", False),
+            ("B_DEPTH_FIRST", False),
             ("WIDEN", fma),
             ("EVEN", even),
             ("BLOCK_M", tile.block_m),

@@ -84,6 +84,8 @@ def matrix_product(entry: SixPoints, m: int, n: int, k: int, dtype: str, tiles: 
         Argument("a", dtype=dtype, shape=(m, k), data=_random((m, k), dtype, 1)),
         Argument("b", dtype=dtype, shape=(n, k), data=_random((n, k), dtype, 2)),
         Argument("c", dtype=entry.precision.output, shape=(m, n)),
+        Argument("bias", dtype=dtype, shape=(n,)),
+        Argument("grad", dtype="float32", shape=(m, n)),
         Argument("M", m),
         Argument("N", n),
         Argument("K", k),

@@ -11,7 +11,7 @@ from rlkernel.kernels.triton import elementwise, gemm, norm, reductions
 from rlkernel.kernels.triton.launch import lanes
 from rlkernel.reference import arith
 from rlkernel.reference.primitives import PRIMITIVES
-from rlkernel.reference.reductions import row_sum
+from rlkernel.reference.reductions import row_sum, tree
 from rlkernel.verify.audit.catalogue import entry
 from rlkernel.verify.audit.launches import special_values
 
@@ -46,14 +46,38 @@ def test_rows(n: int) -> None:
     assert _equal(y, arith.mul(arith.mul(a, expected[:, None]), b[0][None]))
 
 
+@pytest.mark.parametrize("depth_first", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
-def test_products(leaves: int) -> None:
+def test_products(leaves: int, depth_first: tuple[bool, bool]) -> None:
     generator = torch.Generator().manual_seed(leaves)
     a, b = torch.randn((33, 72), generator=generator), torch.randn((40, 72), generator=generator)
+    bias, grad = torch.randn(40, generator=generator), torch.randn((33, 40), generator=generator)
+    operands = [x.t().contiguous() if first else x for x, first in zip((a, b), depth_first, strict=True)]
+    expected = a.double() @ b.double().T
+    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "WIDEN": True, "EVEN": False}
+    shape = {"A_DEPTH_FIRST": depth_first[0], "B_DEPTH_FIRST": depth_first[1], "LEAVES": leaves} | blocks
     c = torch.full((33, 40), torch.nan)
-    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2}
-    _interpret(gemm.gemm, 9, a, b, c, 33, 40, 72, 0.0, LEAVES=leaves, WIDEN=True, EVEN=False, **blocks)
-    assert float((c.double() - a.double() @ b.double().T).abs().max()) < 1e-4
+    sizes = (33, 40, 72, 0.0)
+    _interpret(gemm.gemm, 9, *operands, c, bias, grad, *sizes, SPLIT=False, HAS_BIAS=True, CONTINUES=False, **shape)
+    assert float((c.double() - expected - bias).abs().max()) < 1e-4
+    parts = torch.full((leaves, 33, 40), torch.nan)
+    with np.errstate(all="ignore"):
+        gemm.gemm[(9, leaves)](
+            *operands, parts, bias, grad, *sizes, SPLIT=True, HAS_BIAS=False, CONTINUES=False, **shape
+        )
+    size = 72 // leaves
+    for leaf in range(leaves):
+        part = slice(leaf * size, (leaf + 1) * size)
+        assert float((parts[leaf].double() - a[:, part].double() @ b[:, part].double().T).abs().max()) < 1e-4
+    merged = torch.full((33, 40), torch.nan)
+    _interpret(gemm.merge_leaves, 6, parts, bias, merged, 33 * 40, 40, LEAVES=leaves, HAS_BIAS=True, BLOCK=256)
+    assert _equal(merged, tree(parts, 0) + bias)
+    if leaves == 1:
+        start = grad.clone()
+        _interpret(
+            gemm.gemm, 9, *operands, grad, bias, grad, *sizes, SPLIT=False, HAS_BIAS=False, CONTINUES=True, **shape
+        )
+        assert float((grad.double() - expected - start).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,219 @@
+"""GEMM for sm_90 in Gluon: one warp loads tiles through the TMA, the others multiply. The matrix unit's chain only.
+
+``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, the sums of :mod:`rlkernel.kernels.triton.gemm`, on a fixed
+number of programs that take tiles in turn. The loading warp runs ahead over the borders of leaves and tiles, so that a
+leaf costs its merge and nothing else. A leaf waits for its right neighbour in registers, a pair in shared memory, the
+first four of eight in global memory: more registers than that, and the compiler makes the products wait for each other.
+
+Operands come as descriptors: a of [M, K], or [K, M] with A_DEPTH_FIRST; b of [N, K], or [K, N] with B_DEPTH_FIRST.
+Elements beyond a matrix load as +0, which a step of the matrix unit ignores; leaves must be whole tiles of K.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# renamed after Triton 3.6
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _place(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """First row and column of a tile: GROUP_M tiles of M share a tile of N before the next one."""
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    group = tile // (GROUP_M * tiles_n)
+    group_size = min(tiles_m - group * GROUP_M, GROUP_M)
+    place = tile % (GROUP_M * tiles_n)
+    row = (group * GROUP_M + place % group_size) * BLOCK_M
+    return row, (place // group_size) * BLOCK_N
+
+
+@gluon.jit
+def _loader(
+    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    for tile in range(gl.program_id(0), count, programs):
+        row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        for k in range(tiles_k):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            ready = full.index(slot)
+            mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            if A_DEPTH_FIRST:
+                _load(a, [k * BLOCK_K, row], ready, a_tiles.index(slot))
+            else:
+                _load(a, [row, k * BLOCK_K], ready, a_tiles.index(slot))
+            if B_DEPTH_FIRST:
+                _load(b, [k * BLOCK_K, column], ready, b_tiles.index(slot))
+            else:
+                _load(b, [column, k * BLOCK_K], ready, b_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _chain(
+    acc, step, tiles, a_tiles, b_tiles, full, empty, STAGES: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, CONTINUES: gl.constexpr,
+):  # fmt: skip
+    """Continue acc over ``tiles`` loaded tiles, from the step-th on; without CONTINUES from +0, whatever acc is."""
+    for k in range(tiles):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        x, y = a_tiles.index(slot), b_tiles.index(slot)
+        if A_DEPTH_FIRST:
+            x = x.permute((1, 0))
+        if not B_DEPTH_FIRST:
+            y = y.permute((1, 0))
+        acc = warpgroup_mma(x, y, acc, use_acc=CONTINUES or k > 0, is_async=True)
+        # the product before this one is done: its tile may be loaded over
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc, step
+
+
+@gluon.jit
+def _elements(row, column, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, unit: gl.constexpr):
+    """(rows, columns, places in a [*, N] matrix) of a tile, where the matrix unit's layout has them."""
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, unit))
+    columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
+    return rows, columns, rows.to(gl.int64)[:, None] * N + columns[None, :]
+
+
+@gluon.jit
+def _multiplier(
+    c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count, programs,
+    STAGES: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    CONTINUES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, unit: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    for tile in range(gl.program_id(0), count, programs):
+        row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        if CONTINUES:
+            rows, columns, places = _elements(row, column, N, BLOCK_M, BLOCK_N, unit)
+            total = gl.load(grad + places, mask=(rows < M)[:, None] & (columns < N)[None, :], other=0.0)
+        else:
+            total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
+        one = total
+        for leaf in gl.static_range(LEAVES):
+            total, step = _chain(
+                total, step, tiles_k // LEAVES, a_tiles, b_tiles, full, empty, STAGES,
+                A_DEPTH_FIRST, B_DEPTH_FIRST, CONTINUES,
+            )  # fmt: skip
+            # the tree: a sum waits for its right neighbour, lower leaf on the left
+            if LEAVES > 1:
+                if leaf % 2 == 0:
+                    one = total
+                else:
+                    total = one + total
+            if LEAVES > 2:
+                if leaf % 4 == 1:
+                    waiting.store(total)
+                elif leaf % 4 == 3:
+                    total = waiting.load(unit) + total
+            if LEAVES > 4:
+                _, _, own = _elements(gl.program_id(0) * BLOCK_M, 0, BLOCK_N, BLOCK_M, BLOCK_N, unit)
+                if leaf == 3:
+                    gl.store(workspace + own, total)
+                elif leaf == 7:
+                    # every element is read by the thread that wrote it
+                    total = gl.load(workspace + own) + total
+        if HAS_BIAS:
+            columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
+            total = total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        if PARTS == 1:
+            tma.store_wait(0)
+            c_tile.store(total.to(c.dtype))
+            fence_async_shared()
+            _store(c, [row, column], c_tile)
+        else:
+            left, right = gl.split(gl.permute(gl.reshape(total.to(c.dtype), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            tma.store_wait(0)
+            c_tile.store(left)
+            fence_async_shared()
+            _store(c, [row, column], c_tile)
+            tma.store_wait(0)
+            c_tile.store(right)
+            fence_async_shared()
+            _store(c, [row, column + BLOCK_N // 2], c_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_hopper(
+    a, b, c, bias, grad, workspace, M, N, K, programs,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, CONTINUES: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad.
+
+    Args:
+        a, b: descriptors (see the module); ``c``: descriptor of [M, N] in tiles of [BLOCK_M, BLOCK_N / PARTS], its
+            dtype is that of the cast; ``bias``: [N], read with HAS_BIAS.
+        grad: float32 [M, N], read with CONTINUES as the start of the chain (one leaf); c may be the same matrix.
+        workspace: float32 [programs, BLOCK_M, BLOCK_N], used with eight leaves.
+        STAGES: tiles of K in shared memory; GROUP_M: tiles of M that neighbouring programs share a tile of N with.
+    """
+    gl.static_assert(LEAVES == 1 or LEAVES == 2 or LEAVES == 4 or LEAVES == 8, "LEAVES is 1, 2, 4 or 8")
+    gl.static_assert(LEAVES == 1 or not CONTINUES, "only one chain is continued")
+    unit: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    a_tiles = gl.allocate_shared_memory(
+        a.dtype, [STAGES, BLOCK_K, BLOCK_M] if A_DEPTH_FIRST else [STAGES, BLOCK_M, BLOCK_K], a.layout
+    )
+    b_tiles = gl.allocate_shared_memory(
+        b.dtype, [STAGES, BLOCK_K, BLOCK_N] if B_DEPTH_FIRST else [STAGES, BLOCK_N, BLOCK_K], b.layout
+    )
+    c_tile = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
+    waiting = c_tile
+    if LEAVES > 2:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
+        waiting = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()
+    tiles_k = gl.cdiv(K, BLOCK_K)
+    count = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    gl.warp_specialize(
+        [
+            (
+                _multiplier,
+                (
+                    c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count,
+                    programs, STAGES, LEAVES, HAS_BIAS, CONTINUES, PARTS, BLOCK_M, BLOCK_N, GROUP_M,
+                    A_DEPTH_FIRST, B_DEPTH_FIRST, unit,
+                ),
+            ),
+            (
+                _loader,
+                (
+                    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

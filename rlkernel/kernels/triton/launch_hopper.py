@@ -1,0 +1,96 @@
+"""Starts the warp-specialised GEMM of sm_90. Tiles, stages and programs are arguments: they change no bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.triton.gemm_hopper import gemm_hopper as kernel
+from rlkernel.kernels.triton.launch import LEAVES, compiler_options, product_output, product_shape, require_product
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+_ALIGNMENT = 16  # bytes, of the address and the rows of what the TMA reads and writes
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Tuning of the warp-specialised GEMM. Nothing here is part of the contract."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    stages: int = 3
+    parts: int = 1
+    num_warps: int = 8
+
+
+def unfit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, leaves: int, depth: int, tile: HopperTile) -> str:
+    """Why the kernel does not take these operands, in words; empty where it does."""
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        if name != "c" and x.dtype != torch.bfloat16:
+            return f"operand {name} is {x.dtype}, the matrix unit takes bfloat16"
+        if x.data_ptr() % _ALIGNMENT or x.shape[1] * x.element_size() % _ALIGNMENT:
+            return f"{name}, or its rows of {x.shape[1]} elements, is not aligned to {_ALIGNMENT} bytes"
+    if leaves > 1 and depth % (leaves * tile.block_k):
+        return f"leaves of {depth // leaves} in k are no multiple of block_k {tile.block_k}"
+    return ""
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[x.dtype])
+    return TensorDescriptor.from_tensor(x, list(block), layout)
+
+
+def gemm_hopper(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    a_depth_first: bool = False,
+    b_depth_first: bool = False,
+    leaves: int = 1,
+    bias: torch.Tensor | None = None,
+    grad: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: HopperTile | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`rlkernel.kernels.triton.launch.gemm` for bfloat16 on sm_90, with ``mac='matrix'``.
+
+    Raises:
+        ContractError: operands that the kernel does not take (:func:`unfit` says why).
+    """
+    tile = tile or HopperTile()
+    m, n, k = product_shape(a, b, a_depth_first, b_depth_first)
+    require_product(a, b, "matrix", bias, n)
+    if grad is not None and (leaves > 1 or bias is not None or out is not None):
+        raise ContractError("a gradient is one continued chain: leaves, bias and out do not go with it")
+    c = product_output(a, (m, n), grad if grad is not None else out, torch.float32 if grad is not None else out_dtype)
+    problem = unfit(a, b, c, leaves, k, tile)
+    if problem or leaves not in LEAVES or not k or not c.numel():
+        raise ContractError(
+            f"gemm_hopper of {list(a.shape)} and {list(b.shape)}, {leaves} leaves: {problem or 'no work'}"
+        )
+    programs = min(
+        torch.cuda.get_device_properties(a.device).multi_processor_count,
+        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
+    )
+    workspace = c
+    if leaves == 8:
+        workspace = torch.empty((programs, tile.block_m, tile.block_n), dtype=torch.float32, device=a.device)
+    kernel[(programs,)](
+        _descriptor(a, (tile.block_k, tile.block_m) if a_depth_first else (tile.block_m, tile.block_k)),
+        _descriptor(b, (tile.block_k, tile.block_n) if b_depth_first else (tile.block_n, tile.block_k)),
+        _descriptor(c, (tile.block_m, tile.block_n // tile.parts)),
+        c if bias is None else bias, c, workspace, m, n, k, programs,
+        LEAVES=leaves, HAS_BIAS=bias is not None, CONTINUES=grad is not None,
+        A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        STAGES=tile.stages, PARTS=tile.parts, num_warps=tile.num_warps, **compiler_options("cuda"),
+    )  # fmt: skip
+    return c

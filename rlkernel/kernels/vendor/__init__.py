@@ -1,0 +1,1 @@
+"""Vendor libraries where they were seen to give the contract's bits: recorded per shape, never assumed."""
