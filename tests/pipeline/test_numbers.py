@@ -82,7 +82,7 @@ def test_the_schema_has_the_keys_that_are_tried() -> None:
 FINAL_FRACTION = "stages.train.optimizer.final_fraction"  # any number from 0 to 1 does what it says
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(key=st.sampled_from([*KEYS, *FREE, *LISTS]), value=NUMBERS)
 @example(key="stages.rollout.sampling.temperature", value=1e300)
 @example(key="stages.rollout.sampling.temperature", value=1e-46)

@@ -24,7 +24,7 @@ _SPECIAL = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": mat
 _LONGEST_NUMBER = 400
 """Characters. No key takes more; Python refuses to read or write integers of more than 4,300 digits."""
 _DEEPEST = 50
-_MOST_NODES = 200_000
+_MOST_NODES = 50_000
 """Values in one file, aliases written out: a few nested aliases can stand for more than any memory holds."""
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
