@@ -37,6 +37,8 @@ def test_an_intact_copy_is_equal_and_verified(vime, whole, copy):
     assert vime.call("diff", str(whole), str(copy)) == (0, "the runs are equal, bit for bit\n")
     code, printed = vime.call("timeline", str(copy), "--verify")
     assert code == 0 and "every invariant holds; the arrays of 2 steps and 2 checkpoints are intact" in printed
+    assert "pipeline.yaml, contract.json, evidence.json: the bytes that the log announced" in printed
+    assert "report.html is a view for people and is not verified" in printed
 
 
 @pytest.mark.parametrize("line", [0, 1, 9, 25, -2])
@@ -82,7 +84,8 @@ def test_no_event_can_be_left_out_of_a_log_whose_chain_was_forged(whole, copy, t
         found = verify_run(copy)
         unfinished = isinstance(missing, RunFinished)
         if not found.ok or unfinished:
-            assert unfinished or any("checkpoint" in problem for problem in found.problems), found.problems
+            named = any(word in problem for problem in found.problems for word in ("checkpoint", "has the SHA-256"))
+            assert unfinished or named, found.problems
         elif missing.scope is Scope.RUN:
             undetected.append(missing.describe())
         if missing.scope is Scope.RUN and found.ok:
@@ -174,3 +177,71 @@ def test_a_view_that_is_not_what_the_log_says_is_caught(vime, copy, view):
     (copy / view).write_text("".join(lines[:-1]))
     code, printed = vime.call("timeline", str(copy), "--verify")
     assert code == 1 and f"{view} has {len(lines) - 1} lines, the event log makes {len(lines)}" in printed
+
+
+ANNOUNCED = ["pipeline.yaml", "contract.json", "evidence.json"]
+
+
+def nudge(file: Path) -> None:
+    """Another bit of a digit, so that the file still parses."""
+    content = file.read_bytes()
+    at = next(i for i in range(len(content) - 1, 0, -1) if content[i : i + 1].isdigit())
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+@pytest.mark.parametrize("name", ANNOUNCED)
+def test_a_file_that_is_not_what_the_log_announced_is_caught(vime, copy, name):
+    nudge(copy / name)
+    code, printed = vime.call("timeline", str(copy), "--verify")
+    assert code == 1 and f"{copy / name} has the SHA-256" in printed and "announced was" in printed
+    (copy / name).unlink()
+    code, printed = vime.call("timeline", str(copy), "--verify")
+    assert code == 1 and f"{copy / name} is gone" in printed
+
+
+def test_a_file_that_nothing_announced_is_caught(vime, copy):
+    lines = (copy / LOG).read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"file":"evidence.json"' not in line]
+    assert len(lines) - len(kept) == 2  # of the first step's checkpoint, and of the end
+    events = [record.event for record in RunView.open(copy).records]
+    (copy / LOG).unlink()
+    writer = LogWriter.create(copy / LOG)
+    for event in events:
+        if getattr(event, "file", "") != "evidence.json":
+            writer.append(event)
+    writer.close()
+    code, printed = vime.call("timeline", str(copy), "--verify")
+    assert code == 1 and "nothing in the log announced it" in printed
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"trainer": 7}', '{"trainer": {"calls": [3]}}', ""])
+@pytest.mark.parametrize("name", ["evidence.json", "contract.json"])
+def test_garbage_in_a_file_that_the_report_is_made_of_is_a_sentence(vime, copy, name, content):
+    (copy / name).write_text(content)
+    report = (copy / "report.html").read_bytes()
+    code, printed = vime.call("resume", str(copy))
+    assert code == 1 and f"{copy / name} has the SHA-256" in printed and "Traceback" not in printed
+    assert "put that back, or remove the file" in printed and (copy / "report.html").read_bytes() == report
+    (copy / name).unlink()
+    code, printed = vime.call("resume", str(copy))
+    assert code == 0 and f"{copy / name} is gone: the report is written without it" in printed
+    assert "recorded" in (copy / "report.html").read_text()
+
+
+def test_the_files_of_a_run_that_stopped_are_those_that_were_announced(vime):
+    ended = vime.run(f"stages.filter.function={__name__}.failing_filter")
+    assert ended.code == 3 and verify_run(ended.directory).problems == ()
+    last = ended.events[-1]
+    assert last.type == "run_interrupted"  # what else is said of the stop comes before
+    for name in ANNOUNCED:
+        assert name in verify_run(ended.directory).files
+        before = (ended.directory / name).read_bytes()
+        nudge(ended.directory / name)
+        (problem,) = verify_run(ended.directory).problems
+        assert f"{name} has the SHA-256" in problem
+        (ended.directory / name).write_bytes(before)
+
+
+def failing_filter(samples, rewards):
+    """Fails."""
+    raise RuntimeError("no judge")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.store.tiny_run import TinyRun
-from vime.errors import InputError, Interrupted, VimeError
+from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
 from vime.store.files import write_file
 from vime.store.lock import RunLock
 from vime.store.run_directory import RunDirectory, RunView
+from vime.timeline.events import RunStarted
 
 HOLD = """
 import sys
@@ -99,8 +100,15 @@ def test_write_file_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_small_files(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "seed: 1\n") as directory:
+        with pytest.raises(InvariantViolation, match="the first event of a run is run_started"):
+            directory.write_contract({"b": 1, "a": [2]})
+        assert not (tmp_path / "run" / "contract.json").exists()
+        directory.timeline.append(RunStarted(run_seed=1, pipeline_digest="p", steps=1, engines=("e",)))
         directory.write_contract({"b": 1, "a": [2]})
         directory.write_evidence({"owner": "x"})
+        directory.write_evidence({"owner": "x"})  # what is announced already is not announced again
+        kinds = [record.event.type for record in RunView.open(tmp_path / "run").records]
+        assert kinds == ["run_started", "file_announced", "file_announced"]
         directory.write_report("<p>")
         assert directory.pipeline == "seed: 1\n"
         with pytest.raises(InputError, match="step 3 has no arrays"):

@@ -91,6 +91,7 @@ class TinyRun:
             append(RunStarted(run_seed=7, pipeline_digest="p", steps=self.steps, engines=self.engines))
             sides = {name: {**SIDE, "deployment": "7" * 64} for name in ("trainer", *self.engines)}
             append(ContractFixed(trainer=SIDE, rollout=SIDE, sides=sides))
+            directory.announce_pipeline()
             self._publish()
         for step in range(first, self.steps):
             self._step(step)

@@ -32,7 +32,7 @@ from vime.runtime.resuming import (
     settings_as_json,
 )
 from vime.runtime.stages import StepStages
-from vime.runtime.views import rewrite_report, write_contract, write_views
+from vime.runtime.views import gathered_evidence, rewrite_report, write_contract, write_report
 from vime.store.files import file_sha256
 from vime.store.run_directory import RunDirectory
 from vime.store.steps import step_report
@@ -131,6 +131,7 @@ class _Run:
         checkpoint = self.directory.resume_checkpoint()
         if checkpoint is None:
             self._start(sides, exact, identities)
+        self.directory.announce_pipeline()
         claims = ClaimChecks(sides)
         claims.start()
         self.sentinels = Sentinels(sides, checkpointing=self.pipeline.stages.train.activation_checkpointing)
@@ -151,8 +152,10 @@ class _Run:
             self._after_step(step, stages, publisher, sides)
         self.sentinels.begin()  # of the last evaluation
         claims.finish()
+        evidence = gathered_evidence(sides)
+        self.directory.write_evidence(evidence)  # announced: nothing can be after the run's end
         self.timeline.append(RunFinished(weights_digest=publisher.digest))
-        self._write_views(sides, "finished", "")
+        self._write_report(sides, evidence, "finished", "")
 
     def _start(self, sides: Sides, exact: bool, identities: Mapping[str, Mapping[str, str]]) -> None:
         pipeline, engine = self.pipeline, sides.engine
@@ -244,7 +247,9 @@ class _Run:
         if last or (step + 1) % self.pipeline.checkpoint.every == 0:
             self.observer.stage("checkpoint")
             self.directory.write_checkpoint(step, lambda folder: self._fill_checkpoint(folder, sides))
-            self._write_views(sides, "running", "")
+            evidence = gathered_evidence(sides)
+            self.directory.write_evidence(evidence)
+            self._write_report(sides, evidence, "running", "")
 
     def _fill_checkpoint(self, folder: Path, sides: Sides) -> dict[str, str]:
         """The trainer's state, and what makes the folder a model that transformers loads; file name -> SHA-256."""
@@ -279,17 +284,24 @@ class _Run:
 
     # what is written beside the log
 
-    def _write_views(self, sides: Sides, status: Status, reason: str) -> None:
-        write_views(self.directory, self.prepared, sides, self.reports, self.evaluations, status, reason)
+    def _write_report(self, sides: Sides, evidence: Mapping[str, Any], status: Status, reason: str) -> None:
+        write_report(self.directory, self.prepared, sides, evidence, self.reports, self.evaluations, status, reason)
 
     def _note_interruption(self, sides: Sides, reason: str) -> None:
         """Say in the log and in the views why the run stops; a disk that refuses must not hide the reason."""
+        evidence: Mapping[str, Any] = {}
+        try:
+            evidence = gathered_evidence(sides, stopped=True)
+            if self.timeline.state.run is not None:
+                self.directory.write_evidence(evidence)
+        except (VimeError, RlkernelError, OSError) as error:
+            print(f"vime: the evidence in {self.directory.path} is not up to date: {error}", file=sys.stderr)
         try:
             self.timeline.append(RunInterrupted(reason=reason))
         except VimeError as error:
             print(f"vime: the interruption could not be noted in the log: {error}", file=sys.stderr)
         try:
-            self._write_views(sides, "stopped", reason)
+            self._write_report(sides, evidence, "stopped", reason)
         except (VimeError, OSError) as error:
             print(f"vime: the report in {self.directory.path} is not up to date: {error}", file=sys.stderr)
 

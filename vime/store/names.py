@@ -10,6 +10,8 @@ ARRAYS_NAME = "arrays.zarr"
 CHECKPOINTS_NAME = "checkpoints"
 STAGING_NAME = ".staging"
 SET_ASIDE_NAME = "set-aside"
+ANNOUNCED_NAMES = (PIPELINE_NAME, CONTRACT_NAME, EVIDENCE_NAME)
+"""Files whose bytes the log announces. All others beside it are views: made of these and of the log."""
 
 
 def step_folder(step: int) -> str:

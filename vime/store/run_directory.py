@@ -17,6 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from vime.errors import InputError, InvariantViolation
+from vime.store.announced import announced_files, check_announced, sha256
 from vime.store.arrays import ArrayStore, describe_array
 from vime.store.checkpoints import Checkpoint, CheckpointStore
 from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
@@ -34,7 +35,8 @@ from vime.store.provenance import PROVENANCE_NAME, ProvenanceWriter, rebuild_pro
 from vime.store.remains import left_without_log, set_aside, stored_steps, unexplained
 from vime.store.run_view import RunView, announced_arrays, restored
 from vime.store.steps import STEPS_NAME, StepsWriter, rebuild_steps
-from vime.timeline.events import ArraysRestored, ArraysWritten, CheckpointWritten
+from vime.timeline.event import Event
+from vime.timeline.events import ArraysRestored, ArraysWritten, CheckpointWritten, FileAnnounced
 from vime.timeline.log import LogContent, Record, read_log
 from vime.timeline.manager import LOG_NAME, Resumption, Timeline
 
@@ -55,12 +57,13 @@ class RunDirectory:
         timeline: Timeline,
         arrays: ArrayStore,
         checkpoints: CheckpointStore,
-        announced: dict[int, ArraysWritten],
+        events: Sequence[Event],
         found: Sequence[str] = (),
     ) -> None:
         self.path = path
         self.found = tuple(found)
-        self._announced = announced
+        self._announced = announced_arrays(events)
+        self._files = announced_files(events)
         self.timeline = timeline
         self.arrays = arrays
         self.checkpoints = checkpoints
@@ -158,7 +161,7 @@ class RunDirectory:
         checkpoints.remove_orphans({event.step for event in events if isinstance(event, CheckpointWritten)})
         rebuild_steps(content.records, path / STEPS_NAME)
         rebuild_provenance(content.records, path / PROVENANCE_NAME)
-        return cls(path, lock, timeline, arrays, checkpoints, announced, found)
+        return cls(path, lock, timeline, arrays, checkpoints, events, found)
 
     @property
     def resumption(self) -> Resumption:
@@ -223,13 +226,41 @@ class RunDirectory:
         self.checkpoints.prune()
         return event
 
+    def announce_pipeline(self) -> None:
+        """Log which pipeline.yaml this process goes by; settings that decide no bit may have been edited."""
+        try:
+            content = (self.path / PIPELINE_NAME).read_bytes()
+        except OSError as error:
+            raise InputError(f"{self.path / PIPELINE_NAME} cannot be read: {error.strerror}") from error
+        self._announce(PIPELINE_NAME, content)
+
     def write_contract(self, data: Mapping[str, Any]) -> None:
-        """contract.json: identities, entries, claims, certificates."""
-        _write_json(self.path / CONTRACT_NAME, data)
+        """contract.json: identities, entries, claims, certificates. Announced, so only in a run that has started."""
+        self._write_announced(CONTRACT_NAME, data)
 
     def write_evidence(self, data: Mapping[str, Any]) -> None:
-        """evidence.json: which implementation ran how often in which case, and what was refused."""
-        _write_json(self.path / EVIDENCE_NAME, data)
+        """evidence.json: which implementation ran how often in which case, and what was refused. Announced as well."""
+        self._write_announced(EVIDENCE_NAME, data)
+
+    def read_announced(self, name: str) -> dict[str, Any] | None:
+        """An announced JSON file; None where it is gone. Raises InvariantViolation where it is another one."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        check_announced(path, self._files.get(name, [])[-1:])
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def _write_announced(self, name: str, data: Mapping[str, Any]) -> None:
+        content = (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()
+        self._announce(name, content)
+        write_file(self.path / name, content)
+
+    def _announce(self, name: str, content: bytes) -> None:
+        known, digest = self._files.setdefault(name, []), sha256(content)
+        if known[-1:] != [digest]:
+            self.timeline.append(FileAnnounced(file=name, sha256=digest))
+            known.append(digest)
 
     def write_report(self, html: str) -> None:
         """report.html."""
@@ -276,10 +307,6 @@ def _remove_abandoned(path: Path) -> None:
             continue  # another process is creating it right now; the rename decides who wins
         shutil.rmtree(left, ignore_errors=True)
         lock.close()
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_file(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _refuse_existing(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import InputError, InvariantViolation
+from vime.store.announced import announced_files, file_problems
 from vime.store.checkpoints import CheckpointStore
 from vime.store.names import ARRAYS_NAME, CHECKPOINTS_NAME, step_of
 from vime.store.provenance import PROVENANCE_NAME, provenance_lines
@@ -22,7 +23,10 @@ from vime.timeline.order import run_digest
 
 @dataclass(frozen=True)
 class Verification:
-    """What was verified, and what was wrong: one sentence a problem. ``run_digest`` is None without a valid log."""
+    """What was verified, and what was wrong: one sentence a problem. ``run_digest`` is None without a valid log.
+
+    report.html is a view for people and is not verified: nothing reads it.
+    """
 
     events: int
     steps: int
@@ -31,6 +35,7 @@ class Verification:
     finished: bool
     run_digest: str | None
     problems: tuple[str, ...]
+    files: tuple[str, ...] = ()  # those whose bytes are what the log announced
 
     @property
     def ok(self) -> bool:
@@ -64,6 +69,8 @@ def verify_run(run: Path) -> Verification:
         problems.append(left)
     elif odd and not finished:
         problems.append(f"{odd} are stored, but the log ends before these steps: events at its end are gone")
+    problems.extend(file_problems(run, events, finished=finished))
+    files = tuple(name for name in announced_files(events) if (run / name).is_file())
     announced = view.announced_arrays()
     arrays = 0
     for step, event in announced.items():
@@ -81,7 +88,9 @@ def verify_run(run: Path) -> Verification:
         problems.extend(_odd_names(view.path / ARRAYS_NAME, ("zarr.json",)))
         problems.extend(_odd_names(view.path / CHECKPOINTS_NAME))
         problems.extend(_views(view))
-    return Verification(len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems))
+    return Verification(
+        len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems), files
+    )
 
 
 def _odd_names(folder: Path, due: tuple[str, ...] = ()) -> Iterator[str]:

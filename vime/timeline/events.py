@@ -31,6 +31,7 @@ __all__ = [
     "EngineLost",
     "EngineRejoined",
     "Evaluated",
+    "FileAnnounced",
     "FilterApplied",
     "PromptDrawn",
     "RewardGiven",
@@ -110,6 +111,20 @@ class RunResumed(Event):
     scope: ClassVar[Scope] = Scope.BOOKKEEPING
     barrier: ClassVar[bool] = True
     checkpoint_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileAnnounced(Event):
+    """A file beside the log, and the SHA-256 (hex) of the bytes that it holds from now on.
+
+    It is announced before it is written: a crash in between leaves the file that was announced before.
+    """
+
+    type: ClassVar[str] = "file_announced"
+    scope: ClassVar[Scope] = Scope.BOOKKEEPING
+    barrier: ClassVar[bool] = True
+    file: str
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +350,7 @@ class CheckpointWritten(Event):
 
 
 EVENT_TYPES: tuple[type[Event], ...] = (
-    RunStarted, ContractFixed, RunInterrupted, RunResumed, RunFinished,
+    RunStarted, ContractFixed, FileAnnounced, RunInterrupted, RunResumed, RunFinished,
     VersionPublished, SyncStaged, SyncVerified, SyncCommitted, SyncRolledBack, EngineLost, EngineRejoined,
     PromptDrawn, SampleStarted, SampleAborted, SampleFinished, RewardGiven, SampleDropped, FilterApplied, Decision,
     BatchAssigned, ArraysWritten, ArraysRestored, StepCompared, StepTrained, StepFinished, Evaluated,

@@ -21,6 +21,7 @@ from tests.runtime.crash.scene import (
 from vime.cli.main import invoke
 from vime.errors import InputError
 from vime.store.run_directory import RunDirectory, RunView
+from vime.store.verify import verify_run
 from vime.timeline.events import RunFinished
 from vime.timeline.manager import LOG_NAME
 
@@ -81,6 +82,8 @@ def test_settings_that_decide_no_bits_may_change(whole: Whole, base: Path) -> No
     moment = stop_after(PLAIN, base / "retuned" / "run", "step_compared", 2)
     for key, old, new in (("max_num_seqs", "4", "7"), ("block_size", "16", "8"), ("micro_batch_samples", "64", "2")):
         change(moment.path / "pipeline.yaml", key, old, new)
+    # until a process goes by it, an edited file is not the one that the log announced
+    assert any("pipeline.yaml has the SHA-256" in problem for problem in verify_run(moment.path).problems)
     assert differences(whole(PLAIN), PLAIN.finish(moment.path)) == []
 
 
