@@ -108,11 +108,19 @@ def _devices() -> Iterable[Finding]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda or hip else []
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     found = ", ".join(names) if cuda else f"none (torch was built {built})"
-    yield Finding("CUDA devices", cuda, found, _ON_CPU, used=False)
-    yield Finding("ROCm devices", hip, ", ".join(names) if hip else "none", _ON_CPU, used=False)
+    yield _accelerator("CUDA devices", cuda, found, "cuda", "an H100 or H200, its driver, and a CUDA build of torch")
+    found = ", ".join(names) if hip else "none"
+    yield _accelerator("ROCm devices", hip, found, "rocm", "an MI300X, its driver, and a ROCm build of torch")
 
 
-_ON_CPU = "not yet usable in a run: pipelines of this version compute on the CPU"
+def _accelerator(name: str, ok: bool, found: str, device: str, needs: str) -> Finding:
+    """Devices of a kind, and whether a pipeline can be told to compute on them."""
+    from vime.pipeline.schema import Pipeline
+
+    devices = _choices(Pipeline, "device") or ("cpu",)
+    if device in devices:
+        return Finding(name, ok, found, f"needs {needs}")
+    return Finding(name, ok, found, f"not yet usable in a run: pipelines compute on {', '.join(devices)}", used=False)
 
 
 def _packages() -> Iterable[Finding]:
@@ -137,7 +145,7 @@ def _packages() -> Iterable[Finding]:
             f"for runs over several machines: placement takes {', '.join(_choices(Pipeline, 'placement'))}",
             "ray",
         ),
-        ("hip-python", False, "for weights in the memory of AMD GPUs: pipelines compute on the CPU", "rocm"),
+        ("hip-python", False, "for weights in the memory of AMD GPUs", "rocm"),
     )
     for name, used, what, extra in optional:
         try:
@@ -149,5 +157,6 @@ def _packages() -> Iterable[Finding]:
 
 
 def _choices(section: Any, key: str) -> tuple[str, ...]:
-    """What a key of the pipeline may be."""
-    return tuple(typing.get_args(section.model_fields[key].annotation))
+    """What a key of the pipeline may be; empty where there is no such key."""
+    info = section.model_fields.get(key)
+    return () if info is None else tuple(typing.get_args(info.annotation))

@@ -354,6 +354,10 @@ def test_doctor_offers_only_what_this_version_uses(capsys: Capture) -> None:
         assert ("not yet usable" in found[name]["remedy"]) != usable
         assert ("pip install" in found[name]["remedy"]) == usable
         assert usable or ", ".join(choices) in found[name]["remedy"]
+    device = Pipeline.model_fields.get("device")
+    devices = get_args(device.annotation) if device is not None else ("cpu",)
+    for name, kind in (("CUDA devices", "cuda"), ("ROCm devices", "rocm")):
+        assert found[name]["used"] == (kind in devices)
     for name, extra in (("gguf", "gguf"), ("reasoning-gym", "tasks"), ("triton", "triton")):
         assert found[name]["used"] and found[name]["remedy"].endswith(f"pip install -e '.[{extra}]'")
 
