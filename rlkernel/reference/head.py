@@ -161,7 +161,7 @@ class ReferenceLinearLogprob(ReferenceOp):
         running = self.interpreter.tensor(self.grad(host, name))
         starts = [0, len(rows)] if host.row_starts is None else host.row_starts
         steps = [whole_steps(wgrad, starts, matrix) for matrix in (dz, rows)]
-        self.grad(host, name)[:] = array(continued(wgrad, *steps, running))
+        self.grad(host, name)[:] = array(continued(wgrad, steps[0], steps[1], running))
         dgrad = self.entry(host, "lm_head")
         weight = self.interpreter.weight(host, name)
         return array(output(dgrad, matmul(dgrad, *_shard_padded(dgrad, dz, weight))))

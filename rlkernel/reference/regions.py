@@ -202,7 +202,7 @@ class ReferenceLinear(ReferenceOp):
         for name, dy in zip(names, flat, strict=True):
             running = self.interpreter.tensor(self.grad(host, name))
             steps = [whole_steps(wgrad, host.batch.starts, rows) for rows in (dy, saved)]
-            self.grad(host, name)[:] = array(continued(wgrad, *steps, running))
+            self.grad(host, name)[:] = array(continued(wgrad, steps[0], steps[1], running))
         for name, dy in zip(biases, flat, strict=bool(biases)):
             self.entry(host, "qkv_proj.bias")
             start = self.interpreter.tensor(self.grad(host, name))

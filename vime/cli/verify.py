@@ -69,7 +69,7 @@ def device(profile: str | None, target: str | None, as_json: bool) -> int:
     for name, dtype in chosen:
         file = read_vectors(name, dtype)
         with Console(stderr=True).status(f"{name} {dtype}") as shown:
-            answers = run(file, backend, lambda text, shown=shown: shown.update(text))
+            answers = run(file, backend, shown.update)
         found = lines(answers)
         clean = clean and verdict(found)
         if as_json:

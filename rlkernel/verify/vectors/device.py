@@ -31,9 +31,12 @@ class Backend(Protocol):
     ``name`` is the target, ``device`` a description, ``profiles`` pairs (profile, dtype) that it claims.
     """
 
-    name: str
-    device: str
-    profiles: tuple[tuple[str, str], ...]
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def profiles(self) -> tuple[tuple[str, str], ...]: ...
 
     def implementation(self, contract: Contract, region: str, case: str) -> str | None:
         """The id of what computes a region in a case here; None: nothing does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def groups(contract: Contract) -> Iterator[Group]:
         yield Group(region, (OPTIMIZER,))
 
 
-def group_problems(contract: Contract, group: Group) -> list[Problem] | list[StepProblem]:
+def group_problems(contract: Contract, group: Group) -> Sequence[Problem | StepProblem]:
     """The problems of a group, always the same ones."""
     if group.region in STEP_REGIONS:
         return step_problems(group.region, SEED)
