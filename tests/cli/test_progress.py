@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from vime.cli.progress import BarObserver, JsonObserver, PlainObserver, StopSwitch
-from vime.cli.tables import report_line, summary, summary_table
+from vime.cli.tables import evaluation_line, report_line, summary, summary_table
 from vime.runtime.observer import Observer, RunOutcome
 
 REPORT: dict[str, Any] = {
@@ -106,6 +107,25 @@ def test_one_of_something_has_no_plural() -> None:
     observer.step_finished({**REPORT, "compared_tokens": 1})
     shown = stream.getvalue()
     assert ": 1 step\n" in shown and "after 1 step\n" in shown and "of 1 token differ" in shown
+
+
+def test_an_evaluation_of_nothing_is_never_zero() -> None:
+    nothing = {"step": 0, "reward_mean": None, "num_samples": 0, "dropped_samples": 4}
+    some = {"step": 2, "reward_mean": 0.25, "num_samples": 3, "dropped_samples": 1}
+    assert evaluation_line(nothing) == "held-out reward unknown after 0 steps: nothing was evaluated, 4 rewards failed"
+    assert evaluation_line(some) == "held-out reward 0.250 after 2 steps (1 reward failed, 3 samples evaluated)"
+    for evaluations, before, after, shown in (
+        ((nothing, some), None, 0.25, "unknown: nothing was evaluated"),
+        ((some, nothing), 0.25, None, "unknown: nothing was evaluated"),
+        ((some,), 0.25, None, "0.250"),
+    ):
+        ended = replace(outcome(REPORT), evaluations=evaluations)
+        figures = summary(ended)
+        assert (figures["held_out_before"], figures["held_out_after"]) == (before, after)
+        assert figures["evaluations_of_nothing"] == evaluations.count(nothing)
+        stream = io.StringIO()
+        PlainObserver(StopSwitch(), stream).finished(ended)
+        assert shown in stream.getvalue() and "0.000" not in stream.getvalue()
 
 
 def test_the_switch_asks_a_run_to_stop() -> None:

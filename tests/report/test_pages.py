@@ -105,6 +105,16 @@ def test_sides_with_other_identities_are_no_clean_run():
     assert "No identities were recorded" in render_html(summary(identities={}))
 
 
+def test_an_evaluation_of_nothing_is_said_and_never_zero():
+    evaluations = [{"step": 0, "reward_mean": None, "num_samples": 0}, {"step": 34, "reward_mean": 0.5}]
+    run = summary(evaluations=evaluations)
+    assert "the evaluation after 0 steps evaluated nothing" in run.verdict().details
+    assert "unknown: nothing was evaluated" in text_of(run)
+    page = render_html(run)
+    assert '<span class="from">– →</span> 0.500' in page and "evaluated nothing" in page
+    assert "evaluated nothing" not in render_html(summary())
+
+
 def test_nonfinite_values_are_said():
     verdict = summary(steps=[step(0, nonfinite_count=2)]).verdict()
     assert verdict.tone == "unknown" and "2 compared log-probabilities were infinite or NaN" in verdict.details

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import pytest
 from tests.runtime.helpers import caught, reward
 from vime.errors import InputError, Interrupted
 from vime.runtime.stages import StepStages
-from vime.timeline.events import SampleDropped
+from vime.timeline.events import Evaluated, SampleDropped
 from vime.types import GeneratedSample
 
 PUBLIC = "tests.runtime.test_fault_functions"
@@ -123,6 +124,32 @@ def every_reward_fails(prompt: Any, sample: Any, text: str) -> float:
 def test_a_step_without_samples_trains_on_nothing(vime):
     ended = vime.run(f"stages.reward.function={PUBLIC}.every_reward_fails", "stages.reward.on_error=drop")
     caught(ended, "step 0: all 8 samples were dropped (8 reward)", trained=0, kind=InputError, code=2)
+
+
+def held_out_reward_fails(prompt: Any, sample: Any, text: str) -> float:
+    """NaN for whatever is evaluated before the first step, and for one sample afterwards."""
+    name = str(sample.sample_id)
+    late = sample.versions[0].version > 0
+    bad = name.startswith("eval/") and (not late or name == "eval/1/0")
+    return float("nan") if bad else reward(prompt, sample, text)
+
+
+def test_an_evaluation_whose_rewards_all_fail_evaluates_nothing(vime):
+    settings = ("stages.reward.on_error=drop", "steps=1", "stages.evaluate.prompts=2")
+    ended = vime.run(f"stages.reward.function={PUBLIC}.held_out_reward_fails", *settings)
+    assert ended.code == 0
+    before, after = (event for event in ended.events if isinstance(event, Evaluated))
+    assert (before.reward_mean, before.num_samples, before.metrics["dropped_samples"]) == (None, 0, 2)
+    assert after.reward_mean is not None and (after.num_samples, after.metrics["dropped_samples"]) == (1, 1)
+    code, printed = vime.call("report", str(ended.directory), "--json")
+    lines = [json.loads(line) for line in printed.splitlines() if '"event": "evaluation"' in line]
+    assert code == 0 and [line["reward_mean"] for line in lines] == [None, after.reward_mean]
+    assert "evaluated nothing" in vime.call("report", str(ended.directory))[1]
+    assert "evaluated nothing" in (ended.directory / "report.html").read_text()
+    # the same when the run is resumed from its log
+    (ended.directory / "report.html").unlink()
+    code, printed = vime.call("resume", str(ended.directory))
+    assert code == 0 and "unknown: nothing was evaluated" in printed and "0.000" not in printed
 
 
 def raising_filter(samples: Any, rewards: Any) -> list[bool]:

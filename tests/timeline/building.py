@@ -112,7 +112,7 @@ def history(**kwargs: Any) -> list[Event]:
         ArraysWritten(step=0, arrays={"tokens": {"digest": "t", "dtype": "int64", "shape": (6,)}}),
         trained(),
         *synced(1, "w1"),
-        Evaluated(step=0, version=1, num_samples=0, reward_mean=float("nan")),
+        Evaluated(step=0, version=1, num_samples=0, reward_mean=None),
         reported(),
         CheckpointWritten(step=0, files={"weights": "h"}),
         RunFinished(weights_digest="w1"),

@@ -370,6 +370,13 @@ def test_checkpoint_and_end() -> None:
     refused([*FINISHED, end, PROMPT], "after its end")
     begun = [*FINISHED, PromptDrawn(namespace="eval", prompt_index=0, prompt_digest="x"), SampleStarted(sample_id=EVAL)]
     refused([*begun, Evaluated(step=0, version=1, num_samples=1, reward_mean=0.0)], "eval/0/0")
+    for count, mean, words in (
+        (0, 0.0, "the mean reward of 0 samples is 0.0: only that of none is None"),
+        (2, None, "the mean reward of 2 samples is None"),
+        (2, float("inf"), "is not finite"),
+    ):
+        refused([*FINISHED, Evaluated(step=0, version=1, num_samples=count, reward_mean=mean)], words)
+    check_all([*FINISHED, Evaluated(step=0, version=1, num_samples=0, reward_mean=None)])
 
 
 def test_order_of_engines_does_not_matter() -> None:

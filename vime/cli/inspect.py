@@ -41,22 +41,13 @@ def read_run(run_directory: str) -> RunView:
 def report(run_directory: str, as_json: bool) -> int:
     """Show the per-step reports of RUN. Exit code 1 if any compared token differed."""
     from vime.report.summary import RunSummary
-    from vime.store.steps import step_reports
+    from vime.store.steps import evaluation_report, step_reports
     from vime.timeline.events import ContractFixed, Evaluated, RunFinished, RunInterrupted
 
     records = read_run(run_directory).records
     events = [record.event for record in records]
     steps = list(step_reports(records))
-    evaluations = [
-        {
-            "step": event.step,
-            "reward_mean": event.reward_mean,
-            "num_samples": event.num_samples,
-            "weight_version": event.version,
-        }
-        for event in events
-        if isinstance(event, Evaluated)
-    ]
+    evaluations = [evaluation_report(event) for event in events if isinstance(event, Evaluated)]
     differs = any((step["mismatch_count"] or 0) + (step["distribution_mismatch_count"] or 0) for step in steps)
     code = 1 if differs else 0
     if as_json:

@@ -31,8 +31,15 @@ def report_line(report: Mapping[str, Any], steps: int) -> str:
 
 
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:
-    """A held-out evaluation in one line."""
-    return f"held-out reward {number(evaluation['reward_mean'], 3)} after {counted(evaluation['step'], 'step')}"
+    """A held-out evaluation in one line. Where every reward failed, it says that nothing was evaluated."""
+    after = f"after {counted(evaluation['step'], 'step')}"
+    failed = evaluation.get("dropped_samples", 0)
+    if evaluation["reward_mean"] is None:
+        return f"held-out reward unknown {after}: nothing was evaluated, {counted(failed, 'reward')} failed"
+    text = f"held-out reward {number(evaluation['reward_mean'], 3)} {after}"
+    if failed:
+        text += f" ({counted(failed, 'reward')} failed, {counted(evaluation['num_samples'], 'sample')} evaluated)"
+    return text
 
 
 def number(value: Any, digits: int) -> str:
@@ -44,6 +51,13 @@ def number(value: Any, digits: int) -> str:
 
 def _count(value: int | None) -> str:
     return "unknown: nothing was compared" if value is None else f"{value:,}"
+
+
+def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The mean reward of an evaluation; a dash where there was none."""
+    if evaluations and evaluations[0]["reward_mean"] is None:
+        return "unknown: nothing was evaluated"
+    return number(evaluations[0]["reward_mean"], 3) if evaluations else "-"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -64,7 +78,7 @@ def summary(outcome: RunOutcome) -> dict[str, Any]:
     reports = outcome.reports
     rewards = [float(report["reward_mean"]) for report in reports if report["reward_mean"] is not None]
     edge = min(len(rewards), max(1, min(5, len(rewards) // 2)))
-    held_out = [float(item["reward_mean"]) for item in outcome.evaluations if item["reward_mean"] is not None]
+    held_out = [item["reward_mean"] for item in outcome.evaluations]
     tokens = sum(int(report["num_tokens"]) for report in reports)
     busy = sum(float(report["time_s"]["total"]) for report in reports)
     return {
@@ -75,6 +89,7 @@ def summary(outcome: RunOutcome) -> dict[str, Any]:
         "reward_window": edge,
         "held_out_before": held_out[0] if held_out else None,
         "held_out_after": held_out[-1] if len(held_out) > 1 else None,
+        "evaluations_of_nothing": sum(value is None for value in held_out),
         "num_tokens": tokens,
         "compared_tokens": sum(int(report["compared_tokens"]) for report in reports),
         "steps_without_comparison": sum(not report["compared_tokens"] for report in reports),
@@ -98,8 +113,8 @@ def summary_table(outcome: RunOutcome) -> Table:
         ("steps", f"{figures['steps_done']} of {figures['steps']}"),
         (f"reward, first {edge}", number(figures["reward_first"], 3)),
         (f"reward, last {edge}", number(figures["reward_last"], 3)),
-        ("held-out reward, before", number(figures["held_out_before"], 3)),
-        ("held-out reward, after", number(figures["held_out_after"], 3)),
+        ("held-out reward, before", _held_out(outcome.evaluations[:1])),
+        ("held-out reward, after", _held_out(outcome.evaluations[1:][-1:])),
         ("tokens compared", f"{figures['compared_tokens']:,} of {figures['num_tokens']:,}"),
         ("tokens whose log-probability differs in any bit", _count(figures["mismatch_count"])),
         ("tokens whose whole distribution differs in any bit", _count(figures["distribution_mismatch_count"])),

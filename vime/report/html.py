@@ -58,7 +58,7 @@ def _tiles(summary: RunSummary) -> str:
     first, last = summary.edges()
     few = len(first)
     rates = sorted(step.tokens_per_s for step in steps if step.tokens_per_s is not None)
-    held_out = [item.reward_mean for item in summary.evaluations if item.reward_mean is not None]
+    held_out = [item.reward_mean for item in summary.evaluations]
     tiles = [("steps", count(len(steps)))]
     if len(steps) == 1:
         tiles.append(("reward", decimal(summary.reward_of(steps), 3)))

@@ -16,7 +16,7 @@ Tone = Literal["good", "bad", "unknown"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean reward on held-out prompts with the weights after ``step`` training steps."""
+    """Mean reward on held-out prompts with the weights after ``step`` training steps; None: no sample has a reward."""
 
     step: int
     reward_mean: float | None
@@ -150,6 +150,9 @@ class RunSummary:
         silent = [step.step for step in self.steps if step.compared_tokens == 0]
         if silent:
             details.append(f"{_steps(silent)} compared nothing")
+        for evaluation in self.evaluations:
+            if evaluation.reward_mean is None:
+                details.append(f"the evaluation after {_counted(evaluation.step, 'step', 'steps')} evaluated nothing")
         for reason, count in self.incomparable.items():
             what = "token was" if count == 1 else "tokens were"
             details.append(f"{count:,} {what} not comparable: {REASON_TEXT.get(reason, reason)}")

@@ -43,7 +43,8 @@ def render_terminal(summary: RunSummary, *, most_rows: int = MOST_ROWS) -> Rende
     if summary.evaluations:
         table = Table("after step", "held-out reward", "samples", title="Evaluation", title_justify="left")
         for item in summary.evaluations:
-            table.add_row(str(item.step), decimal(item.reward_mean), count(item.num_samples))
+            reward = decimal(item.reward_mean) if item.reward_mean is not None else "unknown: nothing was evaluated"
+            table.add_row(str(item.step), reward, count(item.num_samples))
         parts.append(table)
     return Group(*parts)
 

@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from vime.runtime.stages import StepStages
 from vime.runtime.views import gathered_evidence, rewrite_report, write_contract, write_report
 from vime.store.files import file_sha256
 from vime.store.run_directory import RunDirectory
-from vime.store.steps import step_report
+from vime.store.steps import evaluation_report, step_report
 from vime.timeline.event import encode_value
 from vime.timeline.events import (
     ContractFixed,
@@ -122,7 +121,7 @@ class _Run:
         state = self.timeline.state
         finished = [step.finished for step in state.steps.values() if step.finished is not None]
         self.reports = [step_report(event) for event in finished]
-        self.evaluations = [_evaluation(event) for event in state.evaluations]
+        self.evaluations = [evaluation_report(event) for event in state.evaluations]
 
     def _work(self, sides: Sides) -> None:
         exact = self.pipeline.numerics.rollout == self.pipeline.numerics.trainer == "exact"
@@ -275,11 +274,14 @@ class _Run:
                 step=done,
                 version=publisher.version,
                 num_samples=len(values),
-                reward_mean=ordered_mean(values) if values else 0.0,
-                metrics={"response_length_mean": ordered_mean([float(len(s.token_ids)) for s in samples])},
+                reward_mean=ordered_mean(values) if values else None,
+                metrics={
+                    "response_length_mean": ordered_mean([float(len(s.token_ids)) for s in samples]),
+                    "dropped_samples": len(samples) - len(values),
+                },
             )
         )
-        self.evaluations.append(_evaluation(event))
+        self.evaluations.append(evaluation_report(event))
         self.observer.evaluated(self.evaluations[-1])
 
     # what is written beside the log
@@ -332,16 +334,6 @@ class _Run:
             ),
             extra={"run_digest": self.timeline.run_digest()},
         )
-
-
-def _evaluation(event: Evaluated) -> dict[str, Any]:
-    data = asdict(event)
-    return {
-        "step": data["step"],
-        "reward_mean": data["reward_mean"],
-        "num_samples": data["num_samples"],
-        "weight_version": data["version"],
-    }
 
 
 def peak_memory_bytes() -> int:

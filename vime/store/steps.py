@@ -10,7 +10,7 @@ from typing import Any
 
 from vime.errors import InputError
 from vime.store.files import disk_errors, write_file
-from vime.timeline.events import StepFinished
+from vime.timeline.events import Evaluated, StepFinished
 from vime.timeline.log import Record
 
 STEPS_NAME = "steps.jsonl"
@@ -29,6 +29,17 @@ def step_report(event: StepFinished) -> dict[str, Any]:
     values = {**event.report, **event.observed.get("report", {})}
     order = [*(name for name in REPORT_FIELDS if name in values), *sorted(set(values) - set(REPORT_FIELDS))]
     return {name: _plain(values[name]) for name in order}
+
+
+def evaluation_report(event: Evaluated) -> dict[str, Any]:
+    """An evaluation as plain data; ``reward_mean`` is None where no sample has a reward."""
+    return {
+        "step": event.step,
+        "reward_mean": event.reward_mean,
+        "num_samples": event.num_samples,
+        "dropped_samples": event.metrics.get("dropped_samples", 0),
+        "weight_version": event.version,
+    }
 
 
 def _plain(value: Any) -> Any:

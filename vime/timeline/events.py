@@ -325,13 +325,16 @@ class StepFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
-    """An evaluation of a version is complete; its samples are forgotten."""
+    """An evaluation of a version is complete; its samples are forgotten.
+
+    ``reward_mean`` is over the ``num_samples`` samples that have a reward; None where none has: nothing was evaluated.
+    """
 
     type: ClassVar[str] = "evaluated"
     step: int
     version: int
     num_samples: int
-    reward_mean: float
+    reward_mean: float | None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -220,4 +220,6 @@ def _evaluated(state: State, event: Evaluated) -> None:
     require(event.version in state.versions, f"version {event.version} was not published")
     left = sorted(state.open_evaluation_samples)
     require(not left, f"evaluation samples are neither finished nor dropped: {', '.join(map(str, left[:5]))}")
-    require(math.isfinite(event.reward_mean) or event.num_samples == 0, "the mean reward is not finite")
+    mean, count = event.reward_mean, event.num_samples
+    require((mean is None) == (count == 0), f"the mean reward of {count} samples is {mean}: only that of none is None")
+    require(mean is None or math.isfinite(mean), "the mean reward is not finite")
