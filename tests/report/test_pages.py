@@ -111,7 +111,7 @@ def test_an_evaluation_of_nothing_is_said_and_never_zero():
     assert "the evaluation after 0 steps evaluated nothing" in run.verdict().details
     assert "unknown: nothing was evaluated" in text_of(run)
     page = render_html(run)
-    assert '<span class="from">– →</span> 0.500' in page and "evaluated nothing" in page
+    assert '<span class="from">– →</span> 0.50<' in page and "evaluated nothing" in page
     assert "evaluated nothing" not in render_html(summary())
 
 
