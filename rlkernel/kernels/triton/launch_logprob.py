@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from rlkernel.kernels.triton import logprob as kernels
 from rlkernel.kernels.triton import logprob_merge
 from rlkernel.kernels.triton.launch import MultiplyAccumulate, _options
 
-Gemm = Literal["triton", "vendor"]
+if TYPE_CHECKING:
+    from rlkernel.kernels.triton.launch_logprob_hopper import HopperHeadTile
+
+Gemm = Literal["triton", "hopper", "vendor"]
 Tensor = torch.Tensor
 
 
@@ -181,6 +184,7 @@ def linear_logprob(
     *,
     gemm: Gemm = "triton",
     tile: HeadTile | None = None,
+    hopper_tile: HopperHeadTile | None = None,
     leaf_tile: LeafTile | None = None,
     merge_tile: MergeTile | None = None,
     chunk: int = CHUNK,
@@ -193,8 +197,8 @@ def linear_logprob(
         temperature: rounded once to float32.
         shards: T of the definition, the largest claimed tensor-parallel degree; a power of two.
         mac: ``fma`` is the portable chain, ``matrix`` that of the GPU's bf16 matrix unit.
-        gemm: ``triton`` makes the statistics in the GEMM's epilogue; ``vendor`` lets cuBLASLt write ``chunk`` columns
-            of logits at a time (R * chunk * 4 bytes).
+        gemm: ``triton`` makes the statistics in the GEMM's epilogue; ``hopper`` (sm_90, ``matrix``) beside the GEMM;
+            ``vendor`` lets cuBLASLt write ``chunk`` columns of logits at a time (R * chunk * 4 bytes).
 
     Returns:
         DeviceRowStatistics of R rows. Besides them 28 * R * V / 128 bytes are used (and a chunk).
@@ -208,6 +212,12 @@ def linear_logprob(
     partials = Partials(rows, triton.cdiv(vocabulary, VOCABULARY_LEAF), x.device)
     if rows and gemm == "triton":
         _fused(x, w, targets, temperature, mac, partials, tile or HeadTile())
+    elif rows and gemm == "hopper":
+        from rlkernel.kernels.triton.launch_logprob_hopper import hopper_leaves  # Gluon: on sm_90 alone
+
+        if mac != "matrix":
+            raise ContractError(f"gemm='hopper' is the matrix unit's chain, not {mac!r}; choose gemm='triton'")
+        hopper_leaves(x, w, targets, division(temperature), partials, hopper_tile)
     elif rows:
         require_vendor(x, mac)
         if chunk % VOCABULARY_LEAF or chunk < 1:

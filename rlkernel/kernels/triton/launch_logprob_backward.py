@@ -128,7 +128,8 @@ def linear_logprob_backward(
         grad_w: float32 [V, H], C-contiguous; its chains continue over these rows, in place. R is a multiple of the
             multiply-accumulate's step over rows (16 on sm_90, 8 on gfx942, 1 for ``fma``), or these rows are the last
             of their chain: the step is filled up with zeros, which a later row could not take back.
-        gemm: ``vendor``: logits, and what is a whole chain from +0, by cuBLASLt.
+        gemm: ``triton``; ``hopper``: warp-specialised kernels of sm_90 (``matrix``, H and the columns of every chunk
+            multiples of 8); ``vendor``: logits, and what is a whole chain from +0, by cuBLASLt, the rest as ``triton``.
         fresh: grad_w begins here: its old values are not read, the chains start at +0.
 
     Returns:
@@ -144,6 +145,8 @@ def linear_logprob_backward(
     _require(x, w, statistics, coefficient, grad_w, tuning)
     if gemm == "vendor":
         require_vendor(x, mac)
+    if gemm == "hopper" and mac != "matrix":
+        raise ContractError(f"gemm='hopper' is the matrix unit's chain, not {mac!r}; choose gemm='triton'")
     dx = torch.empty_like(x)
     if not len(x):
         return grad_w.zero_() and dx if fresh else dx
@@ -199,7 +202,13 @@ class _Work:
             dz = self._logits_gradient(begin, end)
             self._weight(dz, begin, end)
             rows = self.w[begin:end]
-            if whole and self.gemm == "vendor":
+            if self.gemm == "hopper":
+                from rlkernel.kernels.triton.launch_logprob_hopper import hopper_input_gradient
+
+                hopper_input_gradient(dz, rows, out if whole else leaf, begin > first)
+                if end == last and not whole and leaf is not out:
+                    out.copy_(leaf)
+            elif whole and self.gemm == "vendor":
                 _vendor(dz, rows, out)
             else:
                 target = out if end == last else leaf
@@ -209,7 +218,11 @@ class _Work:
 
     def _weight(self, dz: Tensor, first: int, last: int) -> None:
         out = self.grad_w[first:last]
-        if self.fresh and self.gemm == "vendor":
+        if self.gemm == "hopper":
+            from rlkernel.kernels.triton.launch_logprob_hopper import hopper_weight_gradient
+
+            hopper_weight_gradient(dz, self.x, out, not self.fresh)
+        elif self.fresh and self.gemm == "vendor":
             _vendor(dz.T, self.x, out)
         else:
             continued_chain(
@@ -221,6 +234,11 @@ class _Work:
         how, factor = division(self.temperature)
         dz = self.dz[: rows * (last - first)].view(rows, last - first)
         divisor = float(np.float32(self.temperature))
+        if self.gemm == "hopper":
+            from rlkernel.kernels.triton.launch_logprob_hopper import hopper_gradient
+
+            hopper_gradient(x, self.w[first:last], self.rows, dz, first, (how, factor), divisor)
+            return dz
         if self.gemm == "triton":
             tile, depth = tuning.logits, x.shape[1]
             even = depth % tile.block_k == 0
