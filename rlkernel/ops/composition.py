@@ -1,6 +1,4 @@
-"""Which implementation runs a region in a case: picked by certificate, by a function from data,
-passed down, never a global.
-"""
+"""Which implementation runs a region in a case: picked by certificate, by a function of data, passed down."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def identify(op: Any) -> Identity:
     """What a certificate of this implementation must say on this machine."""
     from rlkernel.verify.admission.sources import identity_of
 
-    return identity_of(op, TARGET)
+    return identity_of(op, getattr(op, "target", TARGET))
 
 
 def _pick(

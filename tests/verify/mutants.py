@@ -35,6 +35,7 @@ class Mutant:
     dtype: str = "float32"
     tp: int = 1
     preset: str = "tiny-qwen3"
+    head_dim: int = 16
 
 
 def _m(
@@ -46,10 +47,11 @@ def _m(
     dtype: str = "float32",
     tp: int = 1,
     preset: str = "tiny-qwen3",
+    head_dim: int = 16,
 ) -> Mutant:
     """Edits as a flat list: file, old, new, file, old, new, ..."""
     triples = tuple((edits[i], edits[i + 1], edits[i + 2]) for i in range(0, len(edits), 3))
-    return Mutant(name, point, region, case, triples, dtype, tp, preset)
+    return Mutant(name, point, region, case, triples, dtype, tp, preset, head_dim)
 
 
 BF16 = "bfloat16"
@@ -263,7 +265,8 @@ ATTENTION = (
     _m("attention gradient: keys after the query", DEPENDENCY, "attention", BACKWARD,
        "attention_backward.py", "rows, one, one if diagonal else block, block, padded, g, block,", "rows, one, min(columns, one + one) if diagonal else block, block, padded, g, block,"),
     _m("attention gradient: rounded before the scale", ROUNDING, "attention", BACKWARD,
-       "attention_backward.py", "cast(scale * dq_sum[r * padded + d], bf16)", "cast(scale * cast(dq_sum[r * padded + d], bf16), bf16)", dtype=BF16),
+       "attention_backward.py", "cast(scale * dq_sum[r * padded + d], bf16)", "cast(scale * cast(dq_sum[r * padded + d], bf16), bf16)",
+       dtype=BF16, head_dim=32),  # of 16 the scale is 1/4, and rounding before or after it is the same function
     _m("attention gradient: another exponential", PRIMITIVES, "attention", BACKWARD,
        "attention_backward.py", "p = exp2_p3(scores[j] * scale2 - lse2)", "p = exp2_full(scores[j] * scale2 - lse2)", dtype=BF16),
     _m("attention gradient: contracted", PRIMITIVES, "attention", BACKWARD,
@@ -298,8 +301,9 @@ MUTANTS: tuple[Mutant, ...] = GEMM + NORM + ELEMENTWISE + HEAD + ATTENTION + OPT
 def contract_of(mutant: Mutant) -> Contract:
     """The contract that a mutant is held to: a tiny model with all of the 256 lanes."""
     config = replace(
-        PRESETS[mutant.preset], hidden_size=320, num_heads=8, num_kv_heads=4, intermediate_size=64 * mutant.tp
-    )
+        PRESETS[mutant.preset], hidden_size=320, num_heads=8, num_kv_heads=4, head_dim=mutant.head_dim,
+        intermediate_size=64 * mutant.tp,
+    )  # fmt: skip
     return build_contract(config, dtype=mutant.dtype, topology=Topology(tp=mutant.tp))
 
 

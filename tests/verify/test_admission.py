@@ -12,7 +12,7 @@ from rlkernel.kernels.cpu import activation, norm
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.presets import PRESETS
 from rlkernel.ops.head import LinearLogprob
-from rlkernel.ops.portable import RmsNorm, SwiGlu, portable_ops
+from rlkernel.ops.portable import RmsNorm, RowParallel, SwiGlu, portable_ops
 from rlkernel.verify.admission.admit import admit, cases_of
 from rlkernel.verify.admission.bits import compare, pattern
 from rlkernel.verify.admission.budget import Budget
@@ -23,6 +23,7 @@ from rlkernel.verify.admission.generate import problems_of
 from rlkernel.verify.admission.plain import PlainLinear
 from rlkernel.verify.admission.values import HAZARDS, generator, make
 from rlkernel.verify.admission.variants import POINTS, Line, Variation, copy_interpreter, varied_operation
+from rlkernel.verify.admission.variations import GENERIC
 from vime.train.admission import step_candidates
 
 CONTRACTS = {dtype: build_contract(PRESETS["tiny-qwen3"], dtype=dtype) for dtype in ("float32", "bfloat16")}
@@ -34,8 +35,14 @@ def operations():
     return {**portable_ops(), "logprob": LinearLogprob(), **dict(step_candidates())}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("region", [*FAST, "o_proj", "logprob", "gradient_norm", "adamw", "loss"])
+STEP = ("gradient_norm", "adamw", "loss")
+HERE = [
+    *((region, "float32") for region in (*FAST, "o_proj", "logprob", *STEP)),
+    *((region, "bfloat16") for region in ("rms_norm", "rope", "swiglu", "adamw")),
+]
+
+
+@pytest.mark.parametrize(("region", "dtype"), HERE)  # every run admits all of them at its first use
 def test_the_cpu_kernels_are_admitted(region, dtype):
     contract, operation = CONTRACTS[dtype], operations()[region]
     certificate = admit(operation, region, cases_of(region, contract), contract, workers=WORKERS)
@@ -48,18 +55,15 @@ def test_the_cpu_kernels_are_admitted(region, dtype):
 
 def test_projections_with_claimed_degrees_and_a_bias_are_admitted():
     contract = build_contract(PRESETS["tiny-qwen2"], topology=Topology(tp=2))
-    for region in ("qkv_proj", "gate_up_proj", "down_proj"):
+    for region in ("qkv_proj", "down_proj"):
         admit(operations()[region], region, ("trainer_forward", "trainer_backward"), contract, workers=WORKERS)
 
 
 def test_attention_is_admitted_with_stale_pages_and_masked_blocks():
     contract = CONTRACTS["float32"]
-    certificate = admit(
-        operations()["attention"], "attention", ("rollout_decode", "trainer_score"), contract, workers=WORKERS
-    )
-    assert {"stale NaN in unused pages", "fully masked blocks", "split borders", "one row each"} <= set(
-        certificate.shape_classes
-    )
+    certificate = admit(operations()["attention"], "attention", "rollout_decode", contract, workers=WORKERS)
+    assert {"stale NaN in unused pages", "one row each", "chunks"} <= set(certificate.shape_classes)
+    assert {"normal", "ties", "subnormals", "NaN", "infinities"} <= set(certificate.hazards)
 
 
 def test_the_plain_chain_is_a_link_of_its_own():
@@ -71,6 +75,51 @@ def test_a_larger_budget_compares_more():
     budget = Budget("full", rounds=2, outputs=200_000)
     certificate = admit(SwiGlu(), "swiglu", "trainer_forward", CONTRACTS["float32"], budget=budget, workers=WORKERS)
     assert certificate.outputs >= 200_000 and certificate.budget == "full"
+    few = Budget("full", outputs=1_000_000, most_rounds=2)
+    norm = admit(operations()["gradient_norm"], "gradient_norm", "optimizer_step", CONTRACTS["float32"], budget=few)
+    assert norm.outputs < 1000
+
+
+LINEAR = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
+
+
+@pytest.mark.parametrize("region", LINEAR)
+@pytest.mark.parametrize("case", ["trainer_forward", "trainer_backward"])
+def test_the_plain_kernel_is_the_contract_s_whatever_the_shape(region, case):
+    contract = build_contract(PRESETS["tiny-qwen2"], dtype="bfloat16", topology=Topology(tp=2))
+    executor, interpreter = Executor(contract, WORKERS), reference_operation(contract, region)
+    for problem in problems_of(contract, region, case)[:3]:
+        compared, difference = compare(*(executor.run(op, problem, case) for op in (interpreter, PlainLinear())))
+        assert compared > 0 and difference is None, difference
+
+
+class LateTile(RowParallel):
+    """Right but in the last element of a result with many tiles."""
+
+    implementation = "test.late_tile"
+
+    def forward(self, region, inputs, host):
+        (y,), saved = super().forward(region, inputs, host)
+        if y.size > 1_000_000:
+            y.reshape(-1).view(np.uint32)[-1] ^= 1
+        return (y,), saved
+
+
+def test_a_full_admission_is_a_chain_through_the_plain_kernel():
+    budget = Budget("full", chained=1)
+    contract = CONTRACTS["float32"]
+    certificate = admit(
+        operations()["down_proj"], "down_proj", "trainer_forward", contract, budget=budget, workers=WORKERS
+    )
+    ends = [(link.left, link.right) for link in certificate.links]
+    assert ends == [
+        ("interpreter", "cpu.gemm_leaves"), ("interpreter", "plain.fma_chain"), ("plain.fma_chain", "cpu.gemm_leaves"),
+    ]  # fmt: skip
+    assert certificate.outputs == certificate.links[2].outputs > 4_000_000 and "many tiles" in certificate.shape_classes
+    late = LateTile(heads=False)
+    admit(late, "down_proj", "trainer_forward", contract, workers=WORKERS)
+    with pytest.raises(AdmissionRefused, match=r"1 of \d+ outputs differ .*too large for the interpreter"):
+        admit(late, "down_proj", "trainer_forward", contract, budget=budget, workers=WORKERS)
 
 
 class NeighbourNorm(RmsNorm):
@@ -214,7 +263,8 @@ def test_variations_fit_the_interpreter_and_nothing_changed_changes_nothing(regi
     assert compare(want, executor.run(unchanged, problem, case))[1] is None
     seen = set()
     for variation in variations_for(region, case):
-        copy_interpreter(variation.edits)  # raises where a line or a function is no longer there
+        if region == "rms_norm" or variation not in GENERIC:
+            copy_interpreter(variation.edits)  # raises where a line or a function is no longer there
         seen.add(variation.point)
     assert seen >= set(POINTS) - {"dependency"}  # found by a probe, not by variations, in most regions
 

@@ -1,6 +1,4 @@
-"""Admission of one implementation for a region: comparison over shape classes and hazards,
-and a certificate or a refusal.
-"""
+"""Admission of one implementation for a region: comparison over shape classes and hazards, certificate or refusal."""
 
 from __future__ import annotations
 

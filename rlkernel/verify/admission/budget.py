@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """``rounds`` of all problems with other values, more until ``outputs`` were compared with the interpreter.
+    """``rounds`` of all problems with other values, more until ``outputs`` were compared with the interpreter in each
+    group of cases (but no more than ``most_rounds``: a norm of gradients has one output a problem).
 
     ``chained`` outputs more are compared with the plain kernel, where a region has one, after that one was compared
     with the interpreter over ``outputs`` of its own. ``explain_seconds`` is CPU time for explaining a difference.
@@ -16,6 +17,7 @@ class Budget:
     name: str
     rounds: int = 1
     outputs: int = 0
+    most_rounds: int = 200
     chained: int = 0
     explain_seconds: float = 60.0
 

@@ -29,9 +29,7 @@ class AdmissionRefused(NumericsError):
 
 @dataclass(frozen=True)
 class Link:
-    """One link of the chain from the interpreter to the implementation: how many outputs were compared,
-    none differing.
-    """
+    """One link of the chain from the interpreter to the implementation: ``outputs`` were compared, none differs."""
 
     left: str
     right: str
@@ -118,9 +116,7 @@ def _links(value: Any) -> tuple[Link, ...]:
 
 
 def certificate_from_json(data: Any) -> Certificate:
-    """Strict inverse of :meth:`Certificate.as_json`. Raises ContractError for anything unknown,
-    missing or misshapen.
-    """
+    """Strict inverse of :meth:`Certificate.as_json`. Raises ContractError for what is unknown, missing or misshapen."""
     if not isinstance(data, dict):
         raise ContractError(f"a certificate is an object, not {data!r}")
     names = {item.name for item in fields(Certificate)} | {"schema"}

@@ -77,7 +77,8 @@ class Comparison:
         """All problems of cases with the same entries, in as many rounds as the budget says."""
         reference, at_start = self._reference(), self.outputs
         rounds = 0
-        while rounds < self._budget.rounds or self.outputs - at_start < self._budget.outputs:
+        budget = self._budget
+        while rounds < budget.rounds or (self.outputs - at_start < budget.outputs and rounds < budget.most_rounds):
             problems = self._problems(cases[0], seed + 1000 * rounds)
             self._seen = []
             for problem in problems:

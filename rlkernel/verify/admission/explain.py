@@ -1,6 +1,4 @@
-"""Which of the six points explains a difference: a dependency probe,
-then one variation of the interpreter at a time.
-"""
+"""Which of the six points explains a difference: a dependency probe, then variations of the interpreter one by one."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from rlkernel.verify.admission.variants import Variation, varied_operation
 
 _SMALL = 4000  # cost of a problem that is tried first
 _MORE = 8  # how often other values are drawn to part explanations
+_MORE_OF_ONE_POINT = 2  # and where all of them name one point, unless it costs little
 
 RunOperation = Callable[[Any, Any], Results]
 """(operation, problem) -> results."""
@@ -88,12 +87,14 @@ def _try(run: RunOperation, operation: Any, cases: Sequence[Evidence]) -> tuple[
     return left, len(cases)
 
 
-def choose(cases: Sequence[Evidence], most: int = 4) -> list[Evidence]:
-    """Problems that an explanation has to reproduce: a few with differences,
-    the most telling of the small first, and one without.
+def choose(cases: Sequence[Evidence], most: int = 4, elements: int = 64) -> list[Evidence]:
+    """Problems that an explanation has to reproduce: a few with differences (more, where they have so few elements that
+    they may agree by chance), the most telling of the small first, and one without.
     """
     failing = [c for c in cases if c.differing]
     telling = sorted(failing, key=lambda c: (c.cost > _SMALL, -c.differing if c.cost <= _SMALL else c.cost))
+    while most < len(telling) and sum(c.size for c in telling[:most]) < elements:
+        most += 1
     passing = sorted((c for c in cases if not c.differing and c.size >= 100), key=lambda c: c.cost)
     return telling[:most] + passing[:1]
 
@@ -140,7 +141,9 @@ def explain(
         trials.append(_Trial(variation, left, tried))
     exact = [t.variation for t in trials if t.left == 0]
     for number in range(1, _MORE + 1):
-        if more is None or len({variation.point for variation in exact}) < 2 or time.process_time() > until:
+        points = len({variation.point for variation in exact})
+        alike = points < 2 and number > _MORE_OF_ONE_POINT and sum(c.cost for c in chosen) > _SMALL
+        if more is None or len(exact) < 2 or alike or time.process_time() > until:
             break
         others = more(number)
         exact = [v for v in exact if _try(run, varied_operation(contract, region, case, v), others)[0] == 0] or exact

@@ -1,10 +1,8 @@
 """The first-use check: the first call of every (region, case) in a process is confirmed on live operands.
 
-A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA
-chains by
-the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and
-both
-patterns. On by default; it costs one call of each region and case a few rows.
+A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA chains
+by the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and
+both patterns. On by default; it costs one call of each region and case a few rows.
 """
 
 from __future__ import annotations
@@ -94,11 +92,9 @@ class FirstUse:
         index = list(difference.index)
         row = f"row {rows[index[0]]}" if index and index[0] < len(rows) else "a checked element"
         sentence = (
-            f"{region.name} ({region.kind}, {case}): {row} of {difference.output} is "
-            f"{difference.found} where the contract "
-            f"gives {difference.expected}; {difference.differing} of {difference.compared} outputs "
-            f"of the first use differ "
-            "on live operands"
+            f"{region.name} ({region.kind}, {case}): {row} of {difference.output} is {difference.found} where the "
+            f"contract gives {difference.expected}; {difference.differing} of {difference.compared} outputs of the "
+            "first use differ on live operands"
         )
         self._evidence.refused.append(sentence)
         raise NumericsError(sentence)

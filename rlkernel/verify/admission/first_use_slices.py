@@ -33,9 +33,7 @@ LONGEST = 1024  # keys of a row of attention, where the batch has a row with no 
 
 @dataclass(frozen=True)
 class Slices:
-    """Rows that were executed again, the expected results,
-    and how to cut the same out of an implementation's result.
-    """
+    """Rows that were executed again, what they have to give, and how to cut the same out of an implementation's."""
 
     rows: list[int]
     expected: Results

@@ -50,6 +50,14 @@ def _changed_arrays(
 
 def perturbed(problem: Problem, bf16: bool, offset: float = _OFFSETS[0]) -> Iterator[tuple[str, Problem]]:
     """Problems that differ in one row or one column of one input, gradient or weight, or in stale slots of pages."""
+    if problem.pages is not None:
+        pages = problem.pages
+        k = np.where(np.isnan(pages.k_pages), np.float32(3.0), pages.k_pages)
+        v = np.where(np.isnan(pages.v_pages), np.float32(-3.0), pages.v_pages)
+        yield (
+            "slots of pages that hold no key of the sequence",
+            replace(problem, pages=replace(pages, k_pages=k, v_pages=v)),
+        )
     # in a row of large or cancelling values, a change of one column may be rounded away: it proves nothing
     normal = set(problem.hazards) == {"normal"}
     for label, inputs in _changed_arrays(problem.inputs, "input", bf16, normal, offset):
@@ -73,14 +81,6 @@ def perturbed(problem: Problem, bf16: bool, offset: float = _OFFSETS[0]) -> Iter
         changed[row] = _moved(changed[row], bf16, offset)
         tensors = {**problem.tensors, name: from_float32(changed, problem.tensors[name].dtype)}
         yield f"row {row} of {name}", replace(problem, tensors=tensors)
-    if problem.pages is not None:
-        pages = problem.pages
-        k = np.where(np.isnan(pages.k_pages), np.float32(3.0), pages.k_pages)
-        v = np.where(np.isnan(pages.v_pages), np.float32(-3.0), pages.v_pages)
-        yield (
-            "slots of pages that hold no key of the sequence",
-            replace(problem, pages=replace(pages, k_pages=k, v_pages=v)),
-        )
 
 
 def _shares(differs: NDArray[np.bool_]) -> Array:

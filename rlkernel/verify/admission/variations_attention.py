@@ -15,6 +15,8 @@ from rlkernel.verify.admission.variations import (
     also_rounded,
     constant,
     exact_exp2,
+    halves_tree,
+    linear_tree,
     not_rounded,
     other_weights_exp2,
 )
@@ -186,6 +188,9 @@ ATTENTION_BACKWARD: tuple[Variation, ...] = (
     Variation("precision", "accumulators of the gradients that rest in bfloat16 between heads", _visible(_narrow_visible)),
     Variation("rounding", "score gradients that are not rounded", entry=not_rounded("score gradients")),
     Variation("rounding", "score gradients that are rounded to bfloat16", entry=also_rounded("score gradients")),
+    Variation("primitives", "the exponential of weights is another one in the gradient alone", entry=other_weights_exp2),
+    Variation("rounding", "weights that are not rounded in the gradient alone", entry=not_rounded("weights")),
+    Variation("rounding", "weights that are rounded to bfloat16 in the gradient alone", entry=also_rounded("weights")),
     Variation("rounding", "weights that are not rounded", entry=not_rounded("weights"), only=("attention",)),
     Variation("rounding", "weights that are rounded to bfloat16", entry=also_rounded("weights"), only=("attention",)),
     Variation("rounding", "weights that are rounded before the score gradients", _attention(_DS, _DS.replace("mul(p,", "mul(rounded(p, narrow_p),"))),
@@ -232,6 +237,8 @@ ADAMW: tuple[Variation, ...] = (
 _NAMES = "for name in sorted(gradients):"
 GRADIENT_NORM: tuple[Variation, ...] = (
     Variation("merge order", "tensors in descending order of their names", _optimizer(_NAMES, "for name in sorted(gradients, reverse=True):")),
+    Variation("merge order", "leaves of a tensor merged one after the other instead of in a tree", (Function("tree", linear_tree, ("optimizer",)),)),
+    Variation("merge order", "a tree of leaves that pairs leaf i with leaf i + n/2", (Function("tree", halves_tree, ("optimizer",)),)),
     Variation("merge order", "tensors in the order in which they were given", _optimizer(_NAMES, "for name in gradients:")),
     Variation("precision", "the sum over tensors in float64", _optimizer(_NAMES, "return torch.sqrt(sum(sum_of_squares(points, g).double() for _, g in sorted(gradients.items()))).float()\n    for name in sorted(gradients):")),
     Variation("precision", "the square root in float64 of an unrounded sum", _optimizer(_NAMES, "return torch.sqrt(sum((g.double() ** 2).sum() for g in gradients.values())).float()\n    for name in sorted(gradients):")),
