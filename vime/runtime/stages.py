@@ -27,6 +27,7 @@ from vime.mismatch.independence import (
     verify_prefix,
     with_challenge,
 )
+from vime.mismatch.redraw import check_redrawn, chosen_sample
 from vime.pipeline.prepare import Prepared
 from vime.runtime.assembly import Sides
 from vime.runtime.diagnosis import Diagnosis, diagnose, judge
@@ -67,6 +68,7 @@ class StepRecord:
     quarantined: set[SampleId] = field(default_factory=set)
     diagnosis: Diagnosis | None = None
     challenge_difference: str | None = None
+    redrawn: int | None = None  # tokens that the trainer drew again
 
 
 class StepStages:
@@ -329,6 +331,8 @@ class StepStages:
         unfounded = unfounded_entropy(record.samples, scores, version) if self.exact else None
         if unfounded is not None:
             raise InvariantViolation(unfounded)
+        if self.exact and not differs:
+            self._redraw(version)
         if differs:
             record.diagnosis = self._diagnose(comparison, scores)
             comparison = replace(comparison, diagnosis=record.diagnosis.as_json())
@@ -338,6 +342,7 @@ class StepStages:
         plain = asdict(comparison)
         metrics = {key: value for key, value in plain.items() if key not in named and key != "worst_token"}
         worst = comparison.worst_token
+        metrics["redrawn_tokens"] = record.redrawn
         metrics["worst_token"] = None if worst is None else {"sample": str(worst.sample), "position": worst.position}
         self.timeline.append(
             StepCompared(
@@ -356,6 +361,18 @@ class StepStages:
             record.dropped["nonfinite"] += len(record.quarantined)
         judge(comparison, record.diagnosis, nonfinite, self._pipeline.on_mismatch, self._pipeline.on_nonfinite)
         return {"comparison": {**{key: plain[key] for key in named}, **metrics}}
+
+    def _redraw(self, version: int) -> None:
+        """Draw the tokens of one sample again, by the trainer; a trainer that has no sampler says so by its absence."""
+        draw = getattr(self.sides.trainer, "redraw", None)
+        sample = chosen_sample(self.record.samples, self.record.step)
+        if draw is None or sample is None:
+            return
+        own = TrainSample(
+            sample.sample_id, sample.prompt_token_ids, sample.token_ids, np.ones(len(sample.token_ids), np.bool_)
+        )
+        drawn = draw(own, self.prepared.sampling("train"), self._pipeline.seed)
+        self.record.redrawn = check_redrawn(sample, drawn, version)
 
     def _write_arrays(self, scores: ScoreResult) -> None:
         record = self.record

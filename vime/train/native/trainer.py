@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlkernel.contract.claims import Topology
 from rlkernel.contract.identity import Identities, TensorEntry, manifest_digest
@@ -25,7 +26,9 @@ from vime.train.losses import LossConfig, TokenLosses, first_nonfinite, step_wei
 from vime.train.native import state
 from vime.train.native.model import GradientShape, TrainableModel, count_forward, evaluate, scored, token_batch
 from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, AdamW, OptimizerConfig
+from vime.train.native.redraw import redrawn
 from vime.train.ordered import ordered_mean
+from vime.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,14 @@ class NativeTrainer:
     def trace(self, sample: TrainSample, temperature: float) -> list[Boundary]:
         """Every region boundary of :meth:`score`'s forward, to find where it parts from the rollout's."""
         return trace_sample(self._model, sample, temperature, "trainer_score")
+
+    def redraw(self, sample: TrainSample, params: SamplingParams, seed: int) -> NDArray[np.int64]:
+        """Draw the response tokens of a sample again, int64 [T], from a forward of this trainer's own.
+
+        The sampler is the engine's, the logits are not: each token is drawn after the sample's own tokens before it.
+        """
+        check_vocabulary([sample], self._model.definition.config.vocab_size)
+        return redrawn(self._model, sample, params, seed)
 
     def train(self, step: int, samples: Sequence[TrainSample]) -> TrainResult:
         """All updates of one step.
