@@ -36,15 +36,15 @@ class Case:
 
     config: str
     what: str
-    kernel: Callable[[], torch.Tensor]
-    expected: Callable[[], torch.Tensor]
+    kernel: Callable[[], torch.Tensor | Sequence[torch.Tensor]]
+    expected: Callable[[], torch.Tensor | Sequence[torch.Tensor]]
 
 
-def once(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def once(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function, called at its first use only."""
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         if not found:
             found.append(function())
         return found[0]
@@ -63,9 +63,10 @@ def _compile(sections: Sequence[Section], share: int, shares: int) -> None:
                         case.kernel()
 
 
-def _compile_ahead(module: str, names: Sequence[str], seconds: float) -> None:
+def compile_ahead(module: str, arguments: Sequence[str], seconds: float) -> None:
+    """Run ``python -m module arguments --share i shares`` side by side, for so many seconds at most."""
     shares = min(12, os.cpu_count() or 1)
-    command = [sys.executable, "-m", module, "--only", *names, "--share"]
+    command = [sys.executable, "-m", module, *arguments, "--share"]
     processes = [subprocess.Popen([*command, str(i), str(shares)], stdout=subprocess.DEVNULL) for i in range(shares)]
     end = time.monotonic() + seconds
     for process in processes:
@@ -76,12 +77,19 @@ def _compile_ahead(module: str, names: Sequence[str], seconds: float) -> None:
             process.wait()
 
 
+def _several(found: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else found
+
+
 def _run(section: Section) -> dict[str, Any]:
     began, items, failed = time.monotonic(), [], []
     try:
         for case in section():
             try:
-                items.append(compare(f"{case.config}; {case.what}", case.kernel(), case.expected()))
+                ours, expected = _several(case.kernel()), _several(case.expected())
+                for i, (left, right) in enumerate(zip(ours, expected, strict=True)):
+                    right = right.to(left.dtype)  # values of the dtype already: the interpreter holds float32
+                    items.append(compare(f"{case.config}; {case.what}, output {i}", left, right))
             except Exception as problem:  # recorded: one broken case must not hide the others
                 failed.append(
                     {"item": f"{case.config}; {case.what}", "error": f"{type(problem).__name__}: {problem}"[:600]}
@@ -120,7 +128,7 @@ def main(what: str, module: str, sections: Sequence[Section]) -> int:
         return 0
     began = time.monotonic()
     if arguments.compile_seconds:
-        _compile_ahead(module, arguments.only, arguments.compile_seconds)
+        compile_ahead(module, ["--only", *arguments.only], arguments.compile_seconds)
     compiled = time.monotonic()
     properties = torch.cuda.get_device_properties(0)
     result: dict[str, Any] = {

@@ -23,18 +23,16 @@ from rlkernel.contract.claims import Topology
 from rlkernel.contract.points import SixPoints
 from rlkernel.kernels.triton import launch
 from rlkernel.kernels.triton.launch import Tile
-from rlkernel.kernels.triton.launch_hopper import HopperTile, gemm_hopper
+from rlkernel.kernels.triton.launch_hopper import gemm_hopper
+from rlkernel.kernels.triton.tiles import SHARED_BYTES, HopperTile
 from rlkernel.models.config import ModelConfig
 from rlkernel.reference import arith, reductions
 
 FEW = ("normal", "wide spread", "subnormal results", "cancellation", "zeros", "NaN and infinity")
-SHARED = 227 * 1024
 
 
 def _fits(tile: HopperTile, leaves: int, size: int) -> bool:
-    loads = tile.stages * (tile.block_m + tile.block_n) * tile.block_k * 2
-    waits = 4 * tile.block_m * tile.block_n if leaves > 2 else 0
-    return loads + tile.block_m * tile.block_n // tile.parts * size + waits + 256 <= SHARED
+    return tile.shared_bytes(leaves, size) <= SHARED_BYTES
 
 
 def _tiles() -> tuple[HopperTile, ...]:

@@ -41,7 +41,7 @@ def _place(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl
 @gluon.jit
 def _loader(
     a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     step = 0
@@ -51,11 +51,12 @@ def _loader(
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            mbarrier.expect(ready, (A_ROWS + BLOCK_N) * BLOCK_K * 2)
             if A_DEPTH_FIRST:
                 _load(a, [k * BLOCK_K, row], ready, a_tiles.index(slot))
             else:
-                _load(a, [row, k * BLOCK_K], ready, a_tiles.index(slot))
+                # rows that no row of c comes of stay what they were: they enter nothing that is stored
+                _load(a, [row, k * BLOCK_K], ready, a_tiles.index(slot).slice(0, A_ROWS, 0))
             if B_DEPTH_FIRST:
                 _load(b, [k * BLOCK_K, column], ready, b_tiles.index(slot))
             else:
@@ -160,7 +161,7 @@ def gemm_hopper(
     a, b, c, bias, grad, workspace, M, N, K, programs,
     LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, CONTINUES: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad.
@@ -170,6 +171,7 @@ def gemm_hopper(
             dtype is that of the cast; ``bias``: [N], read with HAS_BIAS.
         grad: float32 [M, N], read with CONTINUES as the start of the chain (one leaf); c may be the same matrix.
         workspace: float32 [programs, BLOCK_M, BLOCK_N], used with eight leaves.
+        A_ROWS: rows of a tile of a that are loaded: BLOCK_M, or fewer where M is not larger (a of [M, K]).
         STAGES: tiles of K in shared memory; GROUP_M: tiles of M that neighbouring programs share a tile of N with.
     """
     gl.static_assert(LEAVES == 1 or LEAVES == 2 or LEAVES == 4 or LEAVES == 8, "LEAVES is 1, 2, 4 or 8")
@@ -210,7 +212,7 @@ def gemm_hopper(
                 _loader,
                 (
                     a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST,
+                    BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST,
                 ),
             ),
         ],

@@ -196,7 +196,7 @@ def row_reduction(a: torch.Tensor, b: torch.Tensor, *, rows: int = 1, num_warps:
 
 
 def rms_norm(
-    x: torch.Tensor, w: torch.Tensor, eps: float, *, rows: int = 1, num_warps: int = 1
+    x: torch.Tensor, w: torch.Tensor, eps: float, *, rows: int = 1, num_warps: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of every row.
 

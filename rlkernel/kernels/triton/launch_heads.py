@@ -115,52 +115,70 @@ def rope(
     return out, inv_rms
 
 
+@dataclass(frozen=True)
+class HeadNorm:
+    """What the backward of a norm before the rotation needs: of the forward, and the running gradient of the weight.
+
+    ``grouped`` [T, ...], ``w`` [depth], ``inv_rms`` float32 [T, heads], ``dw`` float32 [depth], continued in place over
+    tokens, then heads. ``plain``: the chain of dw by the kernel for any device, also on CUDA.
+    """
+
+    grouped: torch.Tensor
+    w: torch.Tensor
+    inv_rms: torch.Tensor
+    dw: torch.Tensor
+    plain: bool = False
+
+
 def rope_backward(
     dy: torch.Tensor,
     place: HeadPlace,
     rotation: Rotation,
     dgrouped: torch.Tensor,
-    *,
-    grouped: torch.Tensor | None = None,
-    w: torch.Tensor | None = None,
-    inv_rms: torch.Tensor | None = None,
-    dw: torch.Tensor | None = None,
+    norm: HeadNorm | None = None,
 ) -> None:
-    """Gradient of :func:`rope`, written into ``dgrouped`` at ``place``; with a norm, ``dw`` float32 [depth] continues.
+    """Gradient of :func:`rope`, written into ``dgrouped`` at ``place``; with a norm its weight's chain continues.
 
     Args:
         dy: [T, heads, depth]; with a norm it is overwritten by the gradient between rotation and norm.
-        grouped, w, inv_rms: of the forward, with a norm.
 
     Raises:
-        ContractError: shapes, dtypes or layouts that do not fit, or only a part of what the norm needs.
+        ContractError: shapes, dtypes or layouts that do not fit.
     """
     tokens = _check(dgrouped, place, rotation, "the gradient of rope")
     _require("dy of rope_backward", dy, (tokens, place.heads, place.depth), (dgrouped.dtype,))
-    given = [x is not None for x in (grouped, w, inv_rms, dw)]
-    if any(given) != all(given):
-        raise ContractError("rope_backward after a norm needs grouped, w, inv_rms and dw, all four")
     half, rows = place.depth // 2, _rows(place.depth)
+    if norm is not None:
+        _require("grouped of rope_backward", norm.grouped, tuple(dgrouped.shape), (dgrouped.dtype,))
+        _require_norm(norm.w, place, dy.dtype)
+        _require("inv_rms of rope_backward", norm.inv_rms, (tokens, place.heads), (torch.float32,))
+        _require("dw of rope_backward", norm.dw, (place.depth,), (torch.float32,))
     if not tokens:
         return
-    norms = w is not None
-    if grouped is not None and w is not None and inv_rms is not None and dw is not None:
-        _require("grouped of rope_backward", grouped, tuple(dgrouped.shape), (dgrouped.dtype,))
-        _require_norm(w, place, dy.dtype)
-        _require("inv_rms of rope_backward", inv_rms, (tokens, place.heads), (torch.float32,))
-        _require("dw of rope_backward", dw, (place.depth,), (torch.float32,))
-    else:
-        grouped, w, inv_rms = dgrouped, dy, rotation.cos
+    of_norm = (dgrouped, dy, rotation.cos) if norm is None else (norm.grouped, norm.w, norm.inv_rms)
+    grouped, w, inv_rms = of_norm
     kernels.head_rope_backward[(triton.cdiv(tokens * place.heads, rows),)](
         dy, grouped, w, rotation.positions, rotation.cos, rotation.sin, inv_rms, dgrouped, dy, tokens * place.heads,
         place.groups, place.per, place.slots, place.first,
-        HALF=half, WIDTH=triton.next_power_of_2(half), ROWS=rows, NORMS=norms, num_warps=4, **_options(),
+        HALF=half, WIDTH=triton.next_power_of_2(half), ROWS=rows, NORMS=norm is not None, num_warps=4, **_options(),
     )  # fmt: skip
-    if norms:
-        kernels.head_norm_dw[(triton.cdiv(place.depth, 32),)](
-            dy, grouped, inv_rms, dw, tokens, place.groups, place.per, place.slots, place.first,
-            DEPTH=place.depth, COLUMNS=32, BLOCK=32, num_warps=1, **_options(),
-        )  # fmt: skip
+    if norm is not None:
+        _norm_dw(dy, norm, place)
+
+
+def _norm_dw(dy: torch.Tensor, norm: HeadNorm, place: HeadPlace) -> None:
+    if not norm.plain and not torch.version.hip:
+        from rlkernel.kernels.triton import launch_chains  # Gluon: on CUDA alone
+
+        if launch_chains.copies(place.depth, dy, norm.grouped):
+            rows = launch_chains.Rows(place.depth, place.groups, place.per, place.slots, place.first)
+            flat = dy.view(-1, place.depth)
+            launch_chains.column_chain(flat, norm.dw, x=norm.grouped, inv_rms=norm.inv_rms, rows=rows)
+            return
+    kernels.head_norm_dw[(triton.cdiv(place.depth, 32),)](
+        dy, norm.grouped, norm.inv_rms, norm.dw, len(dy), place.groups, place.per, place.slots, place.first,
+        DEPTH=place.depth, COLUMNS=32, BLOCK=32, num_warps=1, **_options(),
+    )  # fmt: skip
 
 
 def copy_heads(plain: torch.Tensor, grouped: torch.Tensor, place: HeadPlace, *, gathers: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -12,34 +12,40 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton.gemm_hopper import gemm_hopper as kernel
 from rlkernel.kernels.triton.launch import LEAVES, compiler_options, product_output, product_shape, require_product
+from rlkernel.kernels.triton.tiles import SHARED_BYTES, HopperTile
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _ALIGNMENT = 16  # bytes, of the address and the rows of what the TMA reads and writes
+_SMALLEST = HopperTile(64, 64, 16, 8, 4, 1, 4)
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Tuning of the warp-specialised GEMM. Nothing here is part of the contract."""
+def unfit(
+    a: torch.Tensor, b: torch.Tensor, columns: int, out_size: int, leaves: int, depth: int, tile: HopperTile
+) -> str:
+    """Why the kernel does not take these operands, in words; empty where it does.
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    stages: int = 3
-    parts: int = 1
-    num_warps: int = 8
-
-
-def unfit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, leaves: int, depth: int, tile: HopperTile) -> str:
-    """Why the kernel does not take these operands, in words; empty where it does."""
-    for name, x in (("a", a), ("b", b), ("c", c)):
-        if name != "c" and x.dtype != torch.bfloat16:
+    ``columns``, ``out_size``: of the result, which must begin at a multiple of 16 bytes; ``depth``: K.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype != torch.bfloat16:
             return f"operand {name} is {x.dtype}, the matrix unit takes bfloat16"
         if x.data_ptr() % _ALIGNMENT or x.shape[1] * x.element_size() % _ALIGNMENT:
-            return f"{name}, or its rows of {x.shape[1]} elements, is not aligned to {_ALIGNMENT} bytes"
+            return f"operand {name}, or its rows of {x.shape[1]} elements, is not aligned to {_ALIGNMENT} bytes"
+    if columns * out_size % _ALIGNMENT:
+        return f"rows of {columns} columns of the result are not aligned to {_ALIGNMENT} bytes"
+    if tile.shared_bytes(leaves, out_size) > SHARED_BYTES:
+        return f"{tile} takes {tile.shared_bytes(leaves, out_size)} bytes of shared memory of {SHARED_BYTES}"
     if leaves > 1 and depth % (leaves * tile.block_k):
         return f"leaves of {depth // leaves} in k are no multiple of block_k {tile.block_k}"
     return ""
+
+
+def fitting(
+    a: torch.Tensor, b: torch.Tensor, columns: int, out_size: int, leaves: int, depth: int, tile: HopperTile
+) -> HopperTile | None:
+    """The tile, or a smaller one that the kernel takes these operands with; None where it takes none."""
+    smaller = (tile, replace(tile, parts=2), replace(tile, block_k=32), replace(tile, block_k=16), _SMALLEST)
+    return next((t for t in smaller if not unfit(a, b, columns, out_size, leaves, depth, t)), None)
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
@@ -71,7 +77,9 @@ def gemm_hopper(
     if grad is not None and (leaves > 1 or bias is not None or out is not None):
         raise ContractError("a gradient is one continued chain: leaves, bias and out do not go with it")
     c = product_output(a, (m, n), grad if grad is not None else out, torch.float32 if grad is not None else out_dtype)
-    problem = unfit(a, b, c, leaves, k, tile)
+    problem = unfit(a, b, n, c.element_size(), leaves, k, tile)
+    if not problem and c.data_ptr() % _ALIGNMENT:
+        problem = f"the result is not aligned to {_ALIGNMENT} bytes"
     if problem or leaves not in LEAVES or not k or not c.numel():
         raise ContractError(
             f"gemm_hopper of {list(a.shape)} and {list(b.shape)}, {leaves} leaves: {problem or 'no work'}"
@@ -80,17 +88,19 @@ def gemm_hopper(
         torch.cuda.get_device_properties(a.device).multi_processor_count,
         triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
     )
+    # boxes that lie beyond the matrix for the most part load slowly: few rows are loaded by a smaller box
+    rows = tile.block_m if a_depth_first else min(tile.block_m, max(16, triton.next_power_of_2(m)))
     workspace = c
     if leaves == 8:
         workspace = torch.empty((programs, tile.block_m, tile.block_n), dtype=torch.float32, device=a.device)
     kernel[(programs,)](
-        _descriptor(a, (tile.block_k, tile.block_m) if a_depth_first else (tile.block_m, tile.block_k)),
+        _descriptor(a, (tile.block_k, tile.block_m) if a_depth_first else (rows, tile.block_k)),
         _descriptor(b, (tile.block_k, tile.block_n) if b_depth_first else (tile.block_n, tile.block_k)),
         _descriptor(c, (tile.block_m, tile.block_n // tile.parts)),
         c if bias is None else bias, c, workspace, m, n, k, programs,
         LEAVES=leaves, HAS_BIAS=bias is not None, CONTINUES=grad is not None,
         A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, A_ROWS=rows, GROUP_M=tile.group_m,
         STAGES=tile.stages, PARTS=tile.parts, num_warps=tile.num_warps, **compiler_options("cuda"),
     )  # fmt: skip
     return c

@@ -27,7 +27,7 @@ class RowTuning:
     """Rows a program and warps. ``block`` and ``stages`` are those of chains over rows: rows read ahead."""
 
     rows: int = 1
-    num_warps: int = 1
+    num_warps: int = 4
     columns: int = 32
     block: int = 32
     stages: int = 1
@@ -103,20 +103,29 @@ def rms_norm_backward(
         norm_backward_kernels.rms_norm_dx[(triton.cdiv(rows, t.rows),)](
             dy, x, w, inv_rms, dx, rows, N=n, ROWS=t.rows, LANES=lanes(n), num_warps=t.num_warps, **_options()
         )
-        rms_norm_dw(dy, x, inv_rms, dw, tuning=t)
+        rms_norm_dw(dy, x, inv_rms, dw, tuning=tuning)
     return dx
 
 
 def rms_norm_dw(
     dy: torch.Tensor, x: torch.Tensor, inv_rms: torch.Tensor, dw: torch.Tensor, *, tuning: RowTuning | None = None
 ) -> None:
-    """``dw[i] = fma(dy[t, i], x[t, i] * r[t], dw[i])``, t ascending, in place. Arguments: :func:`rms_norm_backward`."""
-    t = tuning or RowTuning()
+    """``dw[i] = fma(dy[t, i], x[t, i] * r[t], dw[i])``, t ascending, in place. Arguments: :func:`rms_norm_backward`.
+
+    On CUDA, rows that can be copied 16 bytes at a time go through shared memory; ``tuning`` asks for the plain kernel.
+    """
     rows, n = x.shape
-    warps = max(1, t.columns // 32)
+    if tuning is None and not torch.version.hip:
+        from rlkernel.kernels.triton import launch_chains  # Gluon: on CUDA alone
+
+        if launch_chains.copies(n, dy, x):
+            launch_chains.column_chain(dy, dw, x=x, inv_rms=inv_rms)
+            return
+    t = tuning or RowTuning()
     norm_backward_kernels.rms_norm_dw[(triton.cdiv(n, t.columns),)](
-        dy, x, inv_rms, dw, rows, n, COLUMNS=t.columns, BLOCK=t.block, STAGES=t.stages, num_warps=warps, **_options()
-    )
+        dy, x, inv_rms, dw, rows, n,
+        COLUMNS=t.columns, BLOCK=t.block, STAGES=t.stages, num_warps=max(1, t.columns // 32), **_options(),
+    )  # fmt: skip
 
 
 def bias_gradient(dy: torch.Tensor, total: torch.Tensor, *, tuning: RowTuning | None = None) -> None:
@@ -125,14 +134,19 @@ def bias_gradient(dy: torch.Tensor, total: torch.Tensor, *, tuning: RowTuning | 
     Raises:
         ContractError: shapes, dtypes or layouts that do not fit.
     """
-    t = tuning or RowTuning()
     _require("dy of bias_gradient", dy, (len(dy), *total.shape), DTYPES)
     _require("the bias gradient", total, (dy.shape[1],), (torch.float32,))
-    n = dy.shape[1]
-    warps = max(1, t.columns // 32)
+    if tuning is None and not torch.version.hip:
+        from rlkernel.kernels.triton import launch_chains  # Gluon: on CUDA alone
+
+        if launch_chains.copies(dy.shape[1], dy):
+            launch_chains.column_chain(dy, total)
+            return
+    t, n = tuning or RowTuning(), dy.shape[1]
     norm_backward_kernels.column_sum[(triton.cdiv(n, t.columns),)](
-        dy, total, len(dy), n, COLUMNS=t.columns, BLOCK=t.block, STAGES=t.stages, num_warps=warps, **_options()
-    )
+        dy, total, len(dy), n,
+        COLUMNS=t.columns, BLOCK=t.block, STAGES=t.stages, num_warps=max(1, t.columns // 32), **_options(),
+    )  # fmt: skip
 
 
 def residual_add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

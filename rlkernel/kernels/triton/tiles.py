@@ -1,0 +1,134 @@
+"""Which tile a product runs with: read from a table that was measured before, chosen by shape, never tuned in a run.
+
+A tile changes no bit, so the table is no part of a contract; ``python -m benchmarks.gpu.tune`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from rlkernel.errors import ContractError
+from rlkernel.kernels.triton.launch import Tile
+
+Layout = Literal["forward", "dgrad", "wgrad"]
+SCHEMA = 1
+TABLES = Path(__file__).parent / "tables"
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Tuning of the warp-specialised GEMM of sm_90. Nothing here is part of the contract.
+
+    ``stages``: tiles of K in shared memory; ``parts``: in how many parts of its columns a tile is stored.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    stages: int = 3
+    parts: int = 1
+    num_warps: int = 8
+
+    def shared_bytes(self, leaves: int, out_size: int) -> int:
+        """Shared memory of a program, for outputs of ``out_size`` bytes an element."""
+        loads = self.stages * (self.block_m + self.block_n) * self.block_k * 2
+        waits = 4 * self.block_m * self.block_n if leaves > 2 else 0
+        return loads + self.block_m * self.block_n // self.parts * out_size + waits + 256
+
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program of sm_90 can have."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One measured choice: the fastest of what was tried for a product [M, K] x [N, K] on a device.
+
+    ``hopper`` or ``plain`` is the tile, the other one is None; ``split``: leaves by programs of their own.
+    """
+
+    layout: Layout
+    leaves: int
+    m: int
+    n: int
+    k: int
+    split: bool
+    hopper: HopperTile | None
+    plain: Tile | None
+    microseconds: float
+
+    def distance(self, m: int, n: int, k: int) -> float:
+        """How far a shape is: factors of two, M counted most, for the number of tiles is what decides."""
+        far = (math.log2(max(m, 1) / self.m), math.log2(max(n, 1) / self.n), math.log2(max(k, 1) / self.k))
+        return 4 * abs(far[0]) + 2 * abs(far[1]) + abs(far[2])
+
+
+class TileTable:
+    """Choices of one device. Without a fitting one: rules that are safe everywhere."""
+
+    def __init__(self, choices: Iterable[Choice] = ()) -> None:
+        self.choices = tuple(choices)
+
+    def choose(self, layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
+        """The nearest choice of this layout and number of leaves, or :func:`default_choice`."""
+        fitting = [c for c in self.choices if c.layout == layout and c.leaves == leaves]
+        return min(fitting, key=lambda c: c.distance(m, n, k), default=default_choice(layout, leaves, m, n, k))
+
+    def save(self, path: Path, **what: Any) -> None:
+        """Write the table as JSON, with ``what`` (date, device, versions) beside it."""
+        data = {"schema": SCHEMA, **what, "choices": [asdict(c) for c in self.choices]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> TileTable:
+        """Read a table. Raises ContractError with the place of what is missing, unknown or of another schema."""
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("choices"), list):
+            raise ContractError(f"{path} is no table of tiles of schema {SCHEMA}")
+        return TileTable(_choice(item, f"{path}, choice {i}") for i, item in enumerate(data["choices"]))
+
+
+def _choice(item: Any, place: str) -> Choice:
+    names = {f.name for f in fields(Choice)}
+    if not isinstance(item, dict) or set(item) != names:
+        raise ContractError(f"{place} holds {sorted(item) if isinstance(item, dict) else item!r}, not {sorted(names)}")
+    try:
+        hopper = None if item["hopper"] is None else HopperTile(**item["hopper"])
+        plain = None if item["plain"] is None else Tile(**item["plain"])
+    except TypeError as error:
+        raise ContractError(f"{place}: {error}") from error
+    if (hopper is None) == (plain is None):
+        raise ContractError(f"{place}: exactly one of 'hopper' and 'plain' is a tile")
+    return Choice(**{**item, "hopper": hopper, "plain": plain})
+
+
+def default_choice(layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
+    """A choice by rule: tiles for sm_90 that fit in every case."""
+    tile: HopperTile | None = None
+    plain: Tile | None = None
+    if m <= 16 and layout == "forward":
+        plain = Tile(16, 32, 256, num_warps=4, num_stages=4)
+    elif m <= 64:
+        tile = HopperTile(64, 64, 64, 8, 4, 1, 4)
+    elif m <= 256:
+        tile = HopperTile(64, 128, 64, 8, 4, 1, 4)
+    elif leaves > 1 or layout == "wgrad":
+        tile = HopperTile(128, 128, 64, 8, 4, 1, 8)
+    else:
+        tile = HopperTile()
+    return Choice(layout, leaves, max(m, 1), max(n, 1), max(k, 1), leaves > 1 and m <= 16, tile, plain, math.nan)
+
+
+@cache
+def device_table(device_name: str) -> TileTable:
+    """The table that was measured on such a device, or an empty one."""
+    path = TABLES / (device_name.lower().replace(" ", "_") + ".json")
+    return TileTable.load(path) if path.exists() else TileTable()
