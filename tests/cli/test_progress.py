@@ -128,6 +128,29 @@ def test_an_evaluation_of_nothing_is_never_zero() -> None:
         assert shown in stream.getvalue() and "0.000" not in stream.getvalue()
 
 
+def test_what_a_resume_repeats_is_told_from_what_it_runs() -> None:
+    stream = io.StringIO()
+    plain = PlainObserver(StopSwitch(), stream)
+    plain.step_finished({**REPORT, "repeated": True})
+    plain.evaluated({"step": 1, "reward_mean": 0.5, "repeated": True})
+    plain.step_finished({**REPORT, "step": 1, "repeated": False})
+    plain.evaluated({"step": 2, "reward_mean": 0.5, "repeated": False})
+    assert [line.endswith("(repeated: as in the log)") for line in stream.getvalue().splitlines()] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    whole = replace(outcome(REPORT, REPORT, REPORT, REPORT), recalled=1, repeated=2)
+    figures = summary(whole)
+    assert (figures["steps_recalled"], figures["steps_repeated"], figures["steps_done"]) == (1, 2, 4)
+    assert (figures["seconds"], figures["seconds_in_steps"]) == (4.0, 8.0)
+    plain.finished(whole)
+    shown = " ".join(stream.getvalue().split())
+    assert "1 run now, 2 repeated, 1 read from the log" in shown
+    assert "seconds of this call │ 4.0" in shown and "seconds in all steps, when they first ran │ 8.0" in shown
+    stream.truncate(0)
+    plain.finished(outcome(REPORT, REPORT))
+    assert "of these" not in stream.getvalue() and "of this call" not in stream.getvalue()
+
+
 def test_the_switch_asks_a_run_to_stop() -> None:
     switch = StopSwitch()
     observer = PlainObserver(switch, io.StringIO())

@@ -116,6 +116,40 @@ def test_an_incomplete_group_is_dropped_as_a_whole_where_so_declared(vime):
     assert report["num_samples"] == 4 and report["dropped_samples"] == {"reward": 1, "incomplete group": 3}
 
 
+def failing_late(prompt: Any, sample: Any, text: str) -> float:
+    """Raises in step 2 while it is broken."""
+    if Judge.broken and str(sample.sample_id) == "train/4/0":
+        raise RuntimeError("no judge")
+    return reward(prompt, sample, text)
+
+
+class Judge:
+    """Whether :func:`failing_late` fails."""
+
+    broken = True
+
+
+@pytest.mark.parametrize(("every", "first", "repeated"), [(10, 0, [True, True, False]), (1, 2, [False])])
+def test_a_resume_tells_what_it_repeats(vime, monkeypatch, every, first, repeated):
+    evaluate = ("stages.evaluate.prompts=1", "stages.evaluate.every=1")
+    ended = vime.run(f"stages.reward.function={PUBLIC}.failing_late", "steps=3", f"checkpoint.every={every}", *evaluate)
+    assert ended.code == 3 and ended.count("step_finished") == 2
+    monkeypatch.setattr(Judge, "broken", False)
+    code, printed = vime.call("resume", str(ended.directory), "--json")
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert code == 0 and [line["step"] for line in steps] == list(range(first, 3))
+    assert [line["repeated"] for line in steps] == repeated
+    # evaluations after 0 .. 3 steps; that after the last step before the stop is logged in any case
+    evaluations = [line for line in lines if line["event"] == "evaluation"]
+    assert [line["repeated"] for line in evaluations] == [True] * (3 if first == 0 else 0) + [False]
+    last = lines[-1]
+    assert (last["steps_recalled"], last["steps_repeated"], last["steps_done"]) == (first, sum(repeated), 3)
+    assert last["seconds_in_steps"] == pytest.approx(sum(r["time_s"]["total"] for r in ended.reports))
+    code, printed = vime.call("resume", str(ended.directory))
+    assert code == 0 and "3 read from the log" in printed
+
+
 def every_reward_fails(prompt: Any, sample: Any, text: str) -> float:
     """NaN always."""
     return float("nan")

@@ -26,7 +26,7 @@ def report_line(report: Mapping[str, Any], steps: int) -> str:
     count = f"step {report['step']}" + (f" ({report['step'] + 1:,} of {steps:,})" if steps else "")
     return (
         f"{count}  reward {number(report['reward_mean'], 3)}  {bits}  loss {number(report['loss'], 4)}  "
-        f"grad {number(report['grad_norm'], 3)}  {number(report['tokens_per_s'], 0)} tokens/s"
+        f"grad {number(report['grad_norm'], 3)}  {number(report['tokens_per_s'], 0)} tokens/s{_again(report)}"
     )
 
 
@@ -35,11 +35,17 @@ def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     after = f"after {counted(evaluation['step'], 'step')}"
     failed = evaluation.get("dropped_samples", 0)
     if evaluation["reward_mean"] is None:
-        return f"held-out reward unknown {after}: nothing was evaluated, {counted(failed, 'reward')} failed"
+        text = f"held-out reward unknown {after}: nothing was evaluated, {counted(failed, 'reward')} failed"
+        return text + _again(evaluation)
     text = f"held-out reward {number(evaluation['reward_mean'], 3)} {after}"
     if failed:
         text += f" ({counted(failed, 'reward')} failed, {counted(evaluation['num_samples'], 'sample')} evaluated)"
-    return text
+    return text + _again(evaluation)
+
+
+def _again(report: Mapping[str, Any]) -> str:
+    """What tells a step that the log of a resumed run held already from one that was run now."""
+    return "  (repeated: as in the log)" if report.get("repeated") else ""
 
 
 def number(value: Any, digits: int) -> str:
@@ -84,6 +90,8 @@ def summary(outcome: RunOutcome) -> dict[str, Any]:
     return {
         "steps_done": len(reports),
         "steps": outcome.steps,
+        "steps_recalled": outcome.recalled,
+        "steps_repeated": outcome.repeated,
         "reward_first": _mean(rewards[:edge]),
         "reward_last": _mean(rewards[len(rewards) - edge :]),
         "reward_window": edge,
@@ -98,6 +106,7 @@ def summary(outcome: RunOutcome) -> dict[str, Any]:
         "nonfinite_count": _total(reports, "nonfinite_count"),
         "tokens_per_s": tokens / busy if busy else None,
         "seconds": outcome.seconds,
+        "seconds_in_steps": busy,
     }
 
 
@@ -128,6 +137,13 @@ def summary_table(outcome: RunOutcome) -> Table:
         rows.insert(at, ("steps that compared nothing", str(figures["steps_without_comparison"])))
     if figures["steps_done"] == 1:
         rows[1:3] = [("reward", number(figures["reward_first"], 3))]
+    if outcome.recalled or outcome.repeated:
+        now = figures["steps_done"] - outcome.recalled - outcome.repeated
+        shares = {"run now": now, "repeated": outcome.repeated, "read from the log": outcome.recalled}
+        rows.insert(1, ("of these", ", ".join(f"{count} {what}" for what, count in shares.items() if count)))
+        at = [name for name, _ in rows].index("seconds")
+        rows[at] = ("seconds of this call", rows[at][1])
+        rows.insert(at + 1, ("seconds in all steps, when they first ran", number(figures["seconds_in_steps"], 1)))
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -16,8 +16,10 @@ class RunOutcome:
     """How a run ended.
 
     ``reports`` are the per-step reports of the whole run (those before a resume included), ``evaluations`` the
-    held-out means as ``{step, reward_mean, ...}`` in order; ``seconds`` is the wall time of this call. ``mismatch``
-    means that some compared token or distribution differed, whether or not the run went on.
+    held-out means as ``{step, reward_mean, ...}`` in order; ``seconds`` is the wall time of this call. Of the ``steps``
+    that are done, this call read ``recalled`` from the log, computed ``repeated`` again with the result that the log
+    has, and ran the others. ``mismatch`` means that some compared token or distribution differed, whether or not the
+    run went on.
     """
 
     status: RunStatus
@@ -28,6 +30,8 @@ class RunOutcome:
     seconds: float = 0.0
     manifest_digest: str = ""
     message: str = ""
+    recalled: int = 0
+    repeated: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -37,7 +41,11 @@ class RunOutcome:
 
 
 class Observer(Protocol):
-    """Watches a run. Nothing that an observer does can change a bit; it may ask the run to stop."""
+    """Watches a run. Nothing that an observer does can change a bit; it may ask the run to stop.
+
+    Reports and evaluations come with ``repeated``: whether the log of a resumed run held them already, so that they
+    were computed again and are what was logged (clock times included: those are the first execution's).
+    """
 
     def started(self, run_directory: Path, first_step: int, steps: int) -> None:
         """The run is about to do ``first_step`` .. ``steps`` - 1."""

@@ -88,6 +88,7 @@ class _Run:
         self.started = time.perf_counter()
         self.reports: list[Mapping[str, Any]] = []
         self.evaluations: list[Mapping[str, Any]] = []
+        self.recalled = self.repeated = 0
         self.step, self.step_started = -1, 0.0
         self.sentinels: Sentinels
         self.times: dict[str, float] = {}
@@ -121,6 +122,7 @@ class _Run:
         state = self.timeline.state
         finished = [step.finished for step in state.steps.values() if step.finished is not None]
         self.reports = [step_report(event) for event in finished]
+        self.recalled = len(self.reports)
         self.evaluations = [evaluation_report(event) for event in state.evaluations]
 
     def _work(self, sides: Sides) -> None:
@@ -218,7 +220,8 @@ class _Run:
             dropped_samples=record.dropped,
         ).as_json()
         self.reports.append(step_report(self.timeline.append(StepFinished.of(report))))
-        self.observer.step_finished(self.reports[-1])
+        self.repeated += self.timeline.repeated
+        self.observer.step_finished({**self.reports[-1], "repeated": self.timeline.repeated})
 
     def _timed(self, stage: Stage, call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         if self.observer.stop_requested():
@@ -282,7 +285,7 @@ class _Run:
             )
         )
         self.evaluations.append(evaluation_report(event))
-        self.observer.evaluated(self.evaluations[-1])
+        self.observer.evaluated({**self.evaluations[-1], "repeated": self.timeline.repeated})
 
     # what is written beside the log
 
@@ -332,6 +335,8 @@ class _Run:
                 if differing
                 else ""
             ),
+            recalled=self.recalled,
+            repeated=self.repeated,
             extra={"run_digest": self.timeline.run_digest()},
         )
 

@@ -77,6 +77,7 @@ class Timeline:
         self._digest = digest
         self._clock = clock
         self._subscribers: list[Subscriber] = []
+        self._repeated = False
         self.resumption = resumption
 
     @classmethod
@@ -141,6 +142,11 @@ class Timeline:
         return self._replay.active
 
     @property
+    def repeated(self) -> bool:
+        """Whether the last event was in the log already: it was made again, and is what was logged."""
+        return self._repeated
+
+    @property
     def head(self) -> Head:
         """The log's head, as a checkpoint that is written now has to record it (in a replay: as it was then)."""
         return self._replay.head or self._writer.head
@@ -160,6 +166,7 @@ class Timeline:
         Interrupted when the disk refuses.
         """
         found = self._replay.take(event)
+        self._repeated = isinstance(found, Record)
         if isinstance(found, Record):
             logged = found.event
             assert type(logged) is type(event)
