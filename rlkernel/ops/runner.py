@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,8 @@ from rlkernel.kernels.cpu.logprob import RowStatistics
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.definition import ModelDefinition, Region
 from rlkernel.ops.composition import Composition
-from rlkernel.ops.gradients import Gradients
 from rlkernel.ops.head import SamplingKeys
-from rlkernel.ops.host import Host, KVState, RopeTables, TokenBatch
+from rlkernel.ops.host import Host, RopeTables, TokenBatch
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.evidence import Evidence
 
@@ -37,7 +36,9 @@ class Tape:
     statistics: RowStatistics
     saved: dict[str, Any] = field(default_factory=dict)
     checkpoints: dict[int, Any] = field(default_factory=dict)
-    output_digests: dict[int, tuple[int, int]] = field(default_factory=dict)
+    output_digests: dict[int, Any] = field(default_factory=dict)
+    kept: Any = None
+    """What the head keeps for its backward beside its input rows."""
 
 
 class ModelRunner:
@@ -67,18 +68,15 @@ class ModelRunner:
         self._rope = RopeTables(cos, sin)
         self.trace: Trace | None = None
 
-    def with_weights(self, weights: WeightSet) -> ModelRunner:
+    def with_weights(self, weights: Any) -> Self:
         """The same runner over other weights; tables and evidence are shared."""
-        other = object.__new__(ModelRunner)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.weights = weights
         return other
 
-    def _host(self, batch: TokenBatch, case: str, state: KVState | None, gradients: Gradients | None = None) -> Host:
-        if batch.positions.size and int(batch.positions.max()) >= self._max_position:
-            raise ModelError(
-                f"position {int(batch.positions.max())} is beyond the {self._max_position} positions of this runner"
-            )
+    def _host(self, batch: TokenBatch, case: str, state: Any, gradients: Any = None) -> Any:
+        self._check_positions(batch)
         return Host(
             config=self.definition.config,
             bf16=self._dtype == "bfloat16",
@@ -92,7 +90,13 @@ class ModelRunner:
             gradients=gradients,
         )
 
-    def _run(self, region: Region, ports: dict[str, Any], host: Host) -> Any:
+    def _check_positions(self, batch: TokenBatch) -> None:
+        if batch.positions.size and int(batch.positions.max()) >= self._max_position:
+            raise ModelError(
+                f"position {int(batch.positions.max())} is beyond the {self._max_position} positions of this runner"
+            )
+
+    def _run(self, region: Region, ports: dict[str, Any], host: Any) -> Any:
         op = self.composition.op(region.kind)
         outputs, saved = op.forward(region, [ports[name] for name in region.inputs], host)
         ports.update(zip(region.outputs, outputs, strict=True))
@@ -102,10 +106,10 @@ class ModelRunner:
                 self.trace(region.name, name, value)
         return saved
 
-    def hidden(self, batch: TokenBatch, state: KVState | None, case: str) -> Any:
+    def hidden(self, batch: TokenBatch, state: Any, case: str) -> Any:
         """Normed hidden states [N, H] of a batch. Engines give their KV state; without one, whole sequences."""
         host = self._host(batch, case, state)
-        ports: dict[str, Any] = {"tokens": batch.tokens}
+        ports: dict[str, Any] = {"tokens": host.batch.tokens}
         last_use = self._last_use()
         for region in self.definition.body:
             self._run(region, ports, host)
@@ -164,10 +168,10 @@ class ModelRunner:
         """
         self._check_targets(targets)
         host = self._host(batch, "trainer_forward", None)
-        ports: dict[str, Any] = {"tokens": batch.tokens}
+        ports: dict[str, Any] = {"tokens": host.batch.tokens}
         saved: dict[str, Any] = {}
         checkpoints: dict[int, Any] = {}
-        digests: dict[int, tuple[int, int]] = {}
+        digests: dict[int, Any] = {}
         last_use = self._last_use()
         for region in self.definition.body:
             if checkpointing and region.layer is not None and region.layer not in checkpoints:
@@ -181,23 +185,34 @@ class ModelRunner:
                 del ports[name]
         hidden = ports["hidden"][rows]
         self.evidence.ran("logprob", "trainer_forward", self.composition.head.implementation, len(targets))
-        statistics = self.composition.head.forward(self.definition.head, hidden, targets, temperature, host)
-        return Tape(batch, rows, targets, temperature, hidden, statistics, saved, checkpoints, digests)
+        statistics, kept = self._head_forward(hidden, targets, temperature, host)
+        return Tape(batch, rows, targets, temperature, hidden, statistics, saved, checkpoints, digests, kept)
 
-    def _digest(self, value: Any) -> tuple[int, int]:
+    def _head_forward(
+        self, hidden: Any, targets: NDArray[np.int64], temperature: float, host: Any
+    ) -> tuple[RowStatistics, Any]:
+        """Statistics, and what the head's backward takes of them (nothing here: it computes them again)."""
+        return self.composition.head.forward(self.definition.head, hidden, targets, temperature, host), None
+
+    def _head_backward(self, tape: Tape, coefficient: NDArray[np.float32], host: Any) -> Any:
+        """Gradient of the head's input rows [R, H]; continues its weight gradient."""
+        host.row_starts = np.searchsorted(tape.rows, tape.batch.starts).astype(np.int32)
+        head = self.composition.head
+        return head.backward(self.definition.head, tape.hidden, tape.targets, tape.temperature, coefficient, host)
+
+    def _digest(self, value: Any) -> Any:
+        """Both lanes of an activation's digest."""
         array = value if isinstance(value, np.ndarray) else value.float().numpy()  # bfloat16 widens exactly
         return tensor_digest(np.ascontiguousarray(array), self._workers)
 
-    def backward(self, tape: Tape, coefficient: NDArray[np.float32], gradients: Gradients) -> None:
+    def backward(self, tape: Tape, coefficient: NDArray[np.float32], gradients: Any) -> None:
         """Continue the weight gradients with this tape's tokens; ``coefficient`` [R] = d loss / d logprob.
 
         Raises NumericsError if a recomputed layer does not give the bits of the forward.
         """
         host = self._host(tape.batch, "trainer_backward", None, gradients)
-        host.row_starts = np.searchsorted(tape.rows, tape.batch.starts).astype(np.int32)
-        head = self.definition.head
         self.evidence.ran("logprob", host.case, self.composition.head.implementation, len(tape.targets))
-        d_rows = self.composition.head.backward(head, tape.hidden, tape.targets, tape.temperature, coefficient, host)
+        d_rows = self._head_backward(tape, coefficient, host)
         grads: dict[str, Any] = {"hidden": _scatter_rows(d_rows, tape.rows, len(tape.batch.tokens))}
         saved = dict(tape.saved)
         for region in reversed(self.definition.body):
@@ -210,7 +225,7 @@ class ModelRunner:
             for name, value in zip(region.inputs, inputs, strict=False):
                 grads[name] = self._meet(grads[name], value, host) if name in grads else value
 
-    def _meet(self, stream: Any, branch: Any, host: Host) -> Any:
+    def _meet(self, stream: Any, branch: Any, host: Any) -> Any:
         add = self.composition.op("residual_add")
         (total,), _ = add.forward(self.definition.body[-2], [stream, branch], host)
         return total
@@ -222,13 +237,16 @@ class ModelRunner:
         for region in self.definition.body:
             if region.layer == layer:
                 saved[region.name] = self._run(region, ports, host)
-        again = self._digest(ports[f"stream.{2 * layer + 2}"])
-        if again != tape.output_digests[layer]:
+        self._confirm(layer, tape.output_digests[layer], self._digest(ports[f"stream.{2 * layer + 2}"]))
+        return saved
+
+    def _confirm(self, layer: int, before: Any, again: Any) -> None:
+        """Raise NumericsError unless a recomputed layer has the digest of the forward's."""
+        if again != before:
             raise NumericsError(
                 f"layer {layer}: the recomputed output has digest {again[0]:016x}{again[1]:016x}, "
-                f"the forward had {tape.output_digests[layer][0]:016x}{tape.output_digests[layer][1]:016x}"
+                f"the forward had {before[0]:016x}{before[1]:016x}"
             )
-        return saved
 
 
 def _rows_batch(rows: int) -> TokenBatch:

@@ -91,6 +91,26 @@ def _native(p: Pipeline) -> Found:
         )
 
 
+def _profile(p: Pipeline) -> Found:
+    profile, dtype = p.contract.profile, p.contract.dtype
+    if profile == "portable":
+        return
+    if p.device == "cpu":
+        yield (
+            "contract.profile",
+            f"{profile!r} is computed by the matrix unit of a GPU, and device is 'cpu', which computes 'portable'; "
+            "device: cuda computes both, on a GPU that has the profile",
+        )
+    if dtype != "bfloat16":
+        yield "contract.dtype", f"{dtype!r} is not what profile {profile!r} has: its matrix unit takes bfloat16"
+
+
+def _native_on_gpu(p: Pipeline) -> Found:
+    for side in ("rollout", "trainer"):
+        if p.device == "cuda" and getattr(p.numerics, side) == "native":
+            yield f"numerics.{side}", "'native' computes with torch on the CPU: it needs device: cpu"
+
+
 def _staleness(p: Pipeline) -> Found:
     if p.max_staleness:
         yield "max_staleness", f"{p.max_staleness} is not implemented: steps train on samples of their own version (0)"
@@ -211,6 +231,8 @@ RULES: tuple[Rule, ...] = (
     _data_parallel,
     _transport,
     _native,
+    _profile,
+    _native_on_gpu,
     _staleness,
     _whole_distribution("top_p", 1.0),
     _whole_distribution("top_k", 0),

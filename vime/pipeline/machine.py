@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from rlkernel.kernels.cpu.threads import available_cpus
 from rlkernel.models.config import ModelConfig
 from vime.errors import InputError
@@ -66,6 +68,31 @@ def check_threads(loaded: LoadedPipeline) -> list[Problem]:
     return [loaded.problem("threads", message)]
 
 
+def check_device(loaded: LoadedPipeline) -> list[Problem]:
+    """``device: cuda`` needs a GPU of a known target that executes the contract's profile, and Triton."""
+    pipeline = loaded.pipeline
+    if pipeline.device == "cpu":
+        return []
+    from rlkernel.verify.vectors.gpu import gpu_backend
+
+    backend = gpu_backend()
+    if isinstance(backend, str):
+        return [loaded.problem("device", f"'cuda' cannot be used: {backend}; 'cpu' can")]
+    pair = (pipeline.contract.profile, pipeline.contract.dtype)
+    if pair not in backend.profiles:
+        have = ", ".join(f"{profile} with {dtype}" for profile, dtype in backend.profiles)
+        message = f"{pair[0]} with {pair[1]} has no kernels on {backend.device} ({backend.name}); it executes {have}"
+        return [loaded.problem("contract.profile", message)]
+    return []
+
+
+def _memory(device: str) -> tuple[str, int]:
+    """What holds weights and KV cache, in words, and its bytes."""
+    if device == "cuda" and torch.cuda.is_available():
+        return "the GPU", int(torch.cuda.get_device_properties(0).total_memory)
+    return "this machine", total_memory()
+
+
 def estimated_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
     """Disk that a run may take: checkpoints (one is written before the oldest is removed) and per-token arrays."""
     checkpoint = _parameters(config) * (4 + 4 + 4 + 4)  # master, both moments, weights
@@ -91,11 +118,12 @@ def check_disk(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
 
 
 def check_memory(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: int) -> list[Problem]:
-    """Weights with their optimizer, and the KV cache, each against the whole memory of this machine."""
-    pipeline, memory = loaded.pipeline, total_memory()
+    """Weights with their optimizer, and the KV cache, each against the whole memory of what computes."""
+    pipeline = loaded.pipeline
+    where, memory = _memory(pipeline.device)
     weights = _parameters(config) * _BYTES_PER_PARAMETER
     if weights > memory:
-        message = f"weights, gradients and optimizer take {_size(weights)}, and this machine has {_size(memory)}"
+        message = f"weights, gradients and optimizer take {_size(weights)}, and {where} has {_size(memory)}"
         return [loaded.problem("model", message)]
     rollout = pipeline.stages.rollout
     sequence_blocks = -(-longest_sequence(pipeline, config, longest_prompt) // rollout.block_size)
@@ -103,19 +131,20 @@ def check_memory(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: in
         blocks = kv_blocks(pipeline, config, longest_prompt)
     except InputError:
         return []  # no block fits: reported with the sequences' sizes
-    cache = (blocks + 1) * bytes_per_block(config, rollout.block_size)
+    cache = (blocks + 1) * bytes_per_block(pipeline, config)
     rows = rollout.max_num_seqs * (_BYTES_PER_SEQUENCE + 4 * sequence_blocks)
-    if rows > memory:
+    if rows > total_memory():
         message = (
-            f"the tables of {rollout.max_num_seqs} sequences take {_size(rows)}, and this machine has {_size(memory)}: "
+            f"the tables of {rollout.max_num_seqs} sequences take {_size(rows)}, and this machine has "
+            f"{_size(total_memory())}: "
             "no more run at a time than a step has samples"
         )
         return [loaded.problem("stages.rollout.max_num_seqs", message)]
     if cache > memory:
         sized = [name for name in ("num_blocks", "kv_memory_bytes") if getattr(rollout, name) is not None]
         message = (
-            f"the KV cache of {blocks} blocks, {rollout.block_size} tokens each, takes {_size(cache)}, and this "
-            f"machine has {_size(memory)}; its size follows from num_blocks or kv_memory_bytes, else from "
+            f"the KV cache of {blocks} blocks, {rollout.block_size} tokens each, takes {_size(cache)}, and "
+            f"{where} has {_size(memory)}; its size follows from num_blocks or kv_memory_bytes, else from "
             "max_num_seqs, and from block_size"
         )
         return [loaded.problem(f"stages.rollout.{sized[0] if sized else 'max_num_seqs'}", message)]

@@ -65,7 +65,7 @@ class Topology(Section):
 class Contract(Section):
     """What both sides compute: profile, dtype of weights and activations, claimed topology."""
 
-    profile: Literal["portable"] = "portable"
+    profile: Literal["portable", "hopper", "cdna3"] = "portable"
     dtype: Literal["float32", "bfloat16"] = "float32"
     topology: Topology = Topology()
 
@@ -258,6 +258,7 @@ class Pipeline(Section):
     run_directory: str = Field(min_length=1, json_schema_extra=_NO_BITS)
     model: Model
     contract: Contract = Contract()
+    device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=_NO_BITS)
     placement: Literal["colocated", "split"] = Field(default="colocated", json_schema_extra=_NO_BITS)
     numerics: Numerics = Numerics()
     data: Data

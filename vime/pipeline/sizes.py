@@ -23,9 +23,11 @@ def longest_sequence(pipeline: Pipeline, config: ModelConfig, longest_prompt: in
     return min(longest_prompt + pipeline.stages.rollout.sampling.max_new_tokens, config.max_position)
 
 
-def bytes_per_block(config: ModelConfig, block_size: int) -> int:
+def bytes_per_block(pipeline: Pipeline, config: ModelConfig) -> int:
     """Keys and values of one block over all layers; the CPU holds both dtypes as float32."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * 4
+    width = 2 if pipeline.device == "cuda" and pipeline.contract.dtype == "bfloat16" else 4
+    values = config.num_layers * config.num_kv_heads * config.head_dim * pipeline.stages.rollout.block_size
+    return 2 * values * width
 
 
 def kv_blocks(pipeline: Pipeline, config: ModelConfig, longest_prompt: int) -> int:
@@ -42,9 +44,9 @@ def kv_blocks(pipeline: Pipeline, config: ModelConfig, longest_prompt: int) -> i
     if rollout.kv_memory_bytes is None:
         return wanted
     # One more block, which is never read, is allocated beside them.
-    affordable = rollout.kv_memory_bytes // bytes_per_block(config, rollout.block_size) - 1
+    affordable = rollout.kv_memory_bytes // bytes_per_block(pipeline, config) - 1
     if affordable < 1:
-        needed = 2 * bytes_per_block(config, rollout.block_size)
+        needed = 2 * bytes_per_block(pipeline, config)
         raise InputError(f"kv_memory_bytes = {rollout.kv_memory_bytes} holds no KV block: at least {needed} are needed")
     return min(wanted, affordable)
 

@@ -150,10 +150,11 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
         side.runner(loaded.tensors, numerics, workers, Evidence("trainer"), training=True),
         loaded.tensors,
         config,
-        side_identities(contract, numerics, trainer_sources(prepared)),
+        side_identities(contract, numerics, trainer_sources(prepared), pipeline.device),
         dtype=pipeline.contract.dtype,
         workers=workers,
         reference=reference,
+        backend=side.place.trainer(workers),
     )
     folder = run_directory / "weights"
     shutil.rmtree(folder, ignore_errors=True)  # publications that a killed process left; this one holds the lock
@@ -179,7 +180,7 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
         loaded.tensors,
         loaded.source,
         numerics=by_side,
-        declared={side: side_declaration(contract, kind, side) for side, kind in by_side.items()},
+        declared={side: side_declaration(contract, kind, side, pipeline.device) for side, kind in by_side.items()},
         exchange=IdentityExchange(contract),
         claims=ClaimRegister(contract),
     )

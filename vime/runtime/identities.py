@@ -27,19 +27,19 @@ def trainer_sources(prepared: Prepared) -> dict[str, str]:
 
 def expected_identities(prepared: Prepared, contract: Contract) -> dict[str, Identities]:
     """What the embedded sides of a pipeline show."""
-    numerics = prepared.pipeline.numerics
+    numerics, device = prepared.pipeline.numerics, prepared.pipeline.device
     return {
-        TRAINER: side_identities(contract, numerics.trainer, trainer_sources(prepared)),
-        ENGINE_ID: side_identities(contract, numerics.rollout, engine_sources()),
+        TRAINER: side_identities(contract, numerics.trainer, trainer_sources(prepared), device),
+        ENGINE_ID: side_identities(contract, numerics.rollout, engine_sources(), device),
     }
 
 
 def described_deployments(prepared: Prepared, shown: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     """Side -> what its deployment identity was made of; the digest alone for a side that is not an embedded one."""
-    numerics = prepared.pipeline.numerics
+    numerics, device = prepared.pipeline.numerics, prepared.pipeline.device
     embedded = {
-        TRAINER: side_deployment(numerics.trainer, trainer_sources(prepared)),
-        ENGINE_ID: side_deployment(numerics.rollout, engine_sources()),
+        TRAINER: side_deployment(numerics.trainer, trainer_sources(prepared), device),
+        ENGINE_ID: side_deployment(numerics.rollout, engine_sources(), device),
     }
     return {
         side: embedded[side]

@@ -15,25 +15,19 @@ from rlkernel.contract.identity import Identities
 from rlkernel.contract.schedules import Schedule
 from rlkernel.kernels.cpu.jit import source_digest
 from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.kernels.torch_native.weights import TorchWeightSet
 from rlkernel.models.config import ModelConfig, RopeConfig
 from rlkernel.models.definition import define_model
 from rlkernel.models.tokenizer import Tokenizer
-from rlkernel.ops.composition import Composition, Numerics, compose, cpu_candidates, without_certificates
 from rlkernel.ops.runner import ModelRunner
-from rlkernel.ops.weights import WeightSet
-from rlkernel.verify.admission.first_use import with_first_use_checks
-from rlkernel.verify.admission.store import ensure_certificates
 from rlkernel.verify.evidence import Evidence
 from rlkernel.verify.sentinels import ENGINE_CASES, TRAINER_CASES, Declaration, declare
 from vime.pipeline.schema import Pipeline
 from vime.rollout.native.config import EngineConfig
 from vime.rollout.native.engine import NativeEngine
 from vime.rollout.native.model import KVShape
-from vime.runtime.deployment import describe_deployment
 from vime.runtime.models import load_pipeline_tokenizer
-from vime.train.admission import step_candidates
-from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, OptimizerConfig
+from vime.runtime.places import Numerics, Place, place_of
+from vime.train.native.optimizer import OptimizerConfig
 
 ENGINE_ID = "native-0"
 
@@ -88,35 +82,14 @@ def _numerics(name: str) -> Numerics:
     return "exact" if name == "exact" else "native"
 
 
-def admitted_composition(contract: Contract, numerics: str, workers: Workers, evidence: Evidence) -> Composition:
-    """Implementations of a side: admitted for every region and case, each one's first use checked on live operands.
-
-    Certificates that are missing here (other sources, toolchain or constants) are made now, in seconds, and kept. The
-    ``native`` arm keeps no contract: nothing is admitted for it.
-
-    Raises:
-        AdmissionRefused: an implementation's bits are not the contract's.
-    """
-    if numerics != "exact":
-        return without_certificates("native")
-    candidates = [(candidate.region, candidate.op) for candidate in cpu_candidates()]
-    admitted = ensure_certificates(contract, [*candidates, *step_candidates()], workers)
-    composition = compose(contract, admitted.certificates)
-    evidence.facts["certificates"] = {
-        "of": {f"{c.region}/{c.implementation}": c.digest() for c in admitted.certificates},
-        "made_at_first_use": sorted({c.region for c in admitted.made}),
-    }
-    return with_first_use_checks(composition, contract, evidence)
-
-
-def side_deployment(numerics: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def side_deployment(numerics: str, sources: Mapping[str, str], device: str = "cpu") -> dict[str, Any]:
     """What an embedded side is deployed as: implementations, source digests, versions, device."""
-    return describe_deployment(without_certificates(_numerics(numerics)).implementations(), sources)
+    return place_of(device).deployment(_numerics(numerics), sources)
 
 
-def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str]) -> Identities:
+def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str], device: str = "cpu") -> Identities:
     """Identities of one side. A ``native`` side keeps no numerical policy of ours: it gets one of its own."""
-    found = contract.identities(side_deployment(numerics, extra))
+    found = contract.identities(side_deployment(numerics, extra, device))
     if numerics == "exact":
         return found
     policy = digest({"native": True, "torch": torch.__version__, "dtype": contract.dtype})
@@ -128,13 +101,14 @@ def engine_sources() -> dict[str, str]:
     return {"kernels": source_digest()}
 
 
-def side_declaration(contract: Contract, numerics: str, side: str) -> Declaration:
+def side_declaration(contract: Contract, numerics: str, side: str, device: str = "cpu") -> Declaration:
     """What an embedded side may run: every entry of the contract in its cases, by its composition."""
-    composition = without_certificates(_numerics(numerics))
+    place = place_of(device)
+    implementations = place.implementations(_numerics(numerics))
     if side == "trainer":
-        implementations = {**composition.implementations(), **OPTIMIZER_IMPLEMENTATIONS}
-        return declare(contract, "the trainer", TRAINER_CASES, implementations, every_occurrence=True)
-    return declare(contract, f"engine {side}", ENGINE_CASES, composition.implementations(), every_occurrence=True)
+        every = {**implementations, **place.step}
+        return declare(contract, "the trainer", TRAINER_CASES, every, every_occurrence=True)
+    return declare(contract, f"engine {side}", ENGINE_CASES, implementations, every_occurrence=True)
 
 
 @dataclass(frozen=True)
@@ -156,6 +130,11 @@ class SideSpecification:
         """Claimed tensor-parallel degree."""
         return self.pipeline.contract.topology.tp
 
+    @property
+    def place(self) -> Place:
+        """What both sides compute on."""
+        return place_of(self.pipeline.device)
+
     def runner(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -166,25 +145,20 @@ class SideSpecification:
         training: bool,
     ) -> ModelRunner:
         """A runner over a copy of the tensors."""
-        return ModelRunner(
-            define_model(self.config),
-            self.weights(tensors, numerics, workers, training=training),  # type: ignore[arg-type]
-            admitted_composition(pipeline_contract(self.pipeline, self.config), numerics, workers, evidence),
+        contract, kind = pipeline_contract(self.pipeline, self.config), _numerics(numerics)
+        return self.place.runner(
+            contract,
+            self.weights(tensors, numerics, workers, training=training),
+            self.place.composition(contract, kind, workers, evidence),
             evidence,
-            dtype=self.dtype,
-            tp=self.tp,
-            workers=workers,
+            workers,
             max_position=self.longest_sequence,
         )
 
-    def weights(
-        self, tensors: Mapping[str, torch.Tensor], numerics: str, workers: Workers, *, training: bool
-    ) -> WeightSet | TorchWeightSet:
+    def weights(self, tensors: Mapping[str, torch.Tensor], numerics: str, workers: Workers, *, training: bool) -> Any:
         """A copy of the tensors in the form that the side's kernels read."""
-        definition = define_model(self.config)
-        if numerics == "exact":
-            return WeightSet(definition, tensors, dtype=self.dtype, tp=self.tp, workers=workers, training=training)
-        return TorchWeightSet(definition, tensors, dtype=self.dtype, workers=workers)
+        contract, definition = pipeline_contract(self.pipeline, self.config), define_model(self.config)
+        return self.place.weights(contract, definition, tensors, _numerics(numerics), workers, training=training)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for an engine in another process."""
@@ -227,30 +201,23 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
     def model(weights: Any) -> Any:
         # tables are made once; each commit binds them to other weights
         if not runners:
+            composition = side.place.composition(contract, _numerics(numerics), workers, evidence)
             runners.append(
-                ModelRunner(
-                    weights.definition,
-                    weights,
-                    admitted_composition(contract, numerics, workers, evidence),
-                    evidence,
-                    dtype=side.dtype,
-                    tp=side.tp,
-                    workers=workers,
-                    max_position=side.longest_sequence,
-                )
+                side.place.runner(contract, weights, composition, evidence, workers, max_position=side.longest_sequence)
             )
         return runners[0].with_weights(weights)
 
     config = side.config
     return NativeEngine(
         engine_config(side, engine_id),
-        identities=side_identities(contract, numerics, engine_sources()),
+        identities=side_identities(contract, numerics, engine_sources(), side.pipeline.device),
         kv_shape=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
         vocab_size=config.vocab_size,
         weights_factory=lambda tensors: side.weights(tensors, numerics, workers, training=False),
         model_factory=model,
         detokenize=tokenizer.decode,
         evidence=evidence,
+        kv_factory=side.place.pages(contract.dtype),
         probe=workers.probe,
     )
 

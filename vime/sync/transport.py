@@ -48,7 +48,7 @@ class Transport(Protocol):
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # weights of a trainer on a GPU come home here
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
 
 
@@ -181,7 +181,7 @@ class DiskTransport:
             self._folder.mkdir(parents=True, exist_ok=True)
             descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=self._folder)
             os.close(descriptor)
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         except (OSError, SafetensorError) as error:
             if path is not None:
                 Path(path).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkernel.ops.host import TokenBatch
-from vime.rollout.native.model import BatchState, PagedKV
+from vime.rollout.native.model import BatchState, KVPages
 from vime.rollout.native.rows import RunningRows
 from vime.rollout.native.scheduler import StepPlan
 
@@ -23,7 +23,7 @@ class StepInputs:
     sampled: NDArray[np.int64]
 
 
-def build_inputs(plan: StepPlan, rows: RunningRows, kv: PagedKV) -> StepInputs:
+def build_inputs(plan: StepPlan, rows: RunningRows, kv: KVPages) -> StepInputs:
     """Arrays of a step; the case is ``rollout_decode`` where every sequence has one new token."""
     takes, chosen = plan.takes, plan.rows
     computed = rows.computed[chosen]

@@ -21,7 +21,7 @@ from vime.rollout.native.batch import StepInputs, build_inputs
 from vime.rollout.native.blocks import BlockManager
 from vime.rollout.native.checks import check_request
 from vime.rollout.native.config import EngineConfig
-from vime.rollout.native.model import EngineModel, KVShape, PagedKV
+from vime.rollout.native.model import EngineModel, KVPages, KVShape, PagedKV
 from vime.rollout.native.sampling import sample_tokens
 from vime.rollout.native.scheduler import Scheduler, StepPlan
 from vime.rollout.native.scoring import score_sequence
@@ -33,6 +33,7 @@ from vime.train.interface import ScoredSample, TrainSample
 from vime.types import FinishReason, GeneratedSample, RolloutRequest, SampleId
 
 ModelFactory = Callable[[Any], EngineModel]
+KVFactory = Callable[[KVShape, int, int], KVPages]
 COUNTS = (
     "steps_prefill",
     "steps_decode",
@@ -73,6 +74,8 @@ class NativeEngine:
         evidence: counters that the model shares.
         progress: called after every step; it may call :meth:`abort`.
         clock: seconds since the epoch, provenance of tokens only.
+        kv_factory: dimensions, number of blocks and block size -> pages in the layout of the model's kernels; the
+            CPU's without it.
         probe: called before and after generation and before scores; raises if the threads no longer compute as they
             have to (flushed subnormals).
     """
@@ -90,6 +93,7 @@ class NativeEngine:
         evidence: Evidence | None = None,
         progress: Callable[[EngineProgress], None] | None = None,
         clock: Callable[[], float] = time.time,
+        kv_factory: KVFactory = PagedKV,
         probe: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
@@ -98,7 +102,7 @@ class NativeEngine:
         self.progress = progress
         self._identities = identities
         self._vocab_size = vocab_size
-        self._kv = PagedKV(kv_shape, config.num_blocks, config.block_size)
+        self._kv = kv_factory(kv_shape, config.num_blocks, config.block_size)
         self._weights = WeightSlots(config.engine_id, weights_factory)
         self._model_factory = model_factory
         self._model: EngineModel | None = None

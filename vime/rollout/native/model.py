@@ -84,11 +84,20 @@ class PagedKV:
         return self._layers[layer]
 
 
+class KVPages(Protocol):
+    """Pages that a model reads and writes, in the layout of its kernels."""
+
+    page_size: int
+
+    def pages(self, layer: int) -> tuple[Any, Any]:
+        """Key and value pages of a layer."""
+
+
 @dataclass(frozen=True)
 class BatchState:
     """The KV state of one batch: block tables int32 [S, B] (padded with the null page) and slots int64 [N]."""
 
-    kv: PagedKV
+    kv: KVPages
     block_table: NDArray[np.int32]
     slots: NDArray[np.int64]
 
@@ -97,6 +106,6 @@ class BatchState:
         """Tokens a page."""
         return self.kv.page_size
 
-    def pages(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def pages(self, layer: int) -> tuple[Any, Any]:
         """Key and value pages of a layer."""
         return self.kv.pages(layer)

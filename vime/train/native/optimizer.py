@@ -74,6 +74,8 @@ class AdamWState:
 class AdamW:
     """The optimizer of one trainer; the master starts as the exact float32 of the model's weights."""
 
+    implementations: Mapping[str, str] = OPTIMIZER_IMPLEMENTATIONS
+
     def __init__(
         self,
         config: OptimizerConfig,
@@ -85,17 +87,21 @@ class AdamW:
         self.config = config
         self._evidence = evidence if evidence is not None else Evidence("optimizer")
         self._dtype, self._workers = TORCH_DTYPES[dtype], workers
+        self._powers = BetaPowers(config.beta1, config.beta2)
+        self._start(tensors)
+
+    def _start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The master of these weights, and moments of zeros."""
         self._master: Arrays = {name: as_float32(tensors[name]).copy() for name in sorted(tensors)}
         self._moment1: Arrays = {name: np.zeros_like(value) for name, value in self._master.items()}
         self._moment2: Arrays = {name: np.zeros_like(value) for name, value in self._master.items()}
-        self._powers = BetaPowers(config.beta1, config.beta2)
 
     @property
     def updates(self) -> int:
         """Updates done."""
         return self._powers.updates
 
-    def update(self, gradients: Mapping[str, NDArray[np.float32]]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    def update(self, gradients: Mapping[str, Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
         """One update; returns (gradient norm before clipping, learning rate, the model's new weights).
 
         Raises:
@@ -107,10 +113,10 @@ class AdamW:
                 f"gradients are missing for {sorted(set(self._master) - set(gradients))}, and these belong to no "
                 f"tensor: {sorted(set(gradients) - set(self._master))}"
             )
-        norm = gradient_norm(gradients, self._workers)
+        norm, clip = self._norm(gradients)
         self._ran("gradient_norm")
         if not np.isfinite(norm):
-            raise NumericsError(f"update {self.updates}: the gradient norm is {norm}; {_blame(gradients)}")
+            raise NumericsError(f"update {self.updates}: the gradient norm is {norm}; {self._blame(gradients)}")
         powers = self._powers.advance()
         correction1, correction2 = powers.corrections()
         learning_rate = self.config.schedule.learning_rate(self.updates)
@@ -124,22 +130,35 @@ class AdamW:
             correction2=np.float32(correction2),
             eps=np.float32(self.config.eps),
             weight_decay=np.float32(self.config.weight_decay),
-            clip=clip_factor(norm, self.config.max_grad_norm),
+            clip=clip,
         )
+        weights = self._apply(gradients, scalars)
+        self._ran("adamw")
+        self._powers = powers
+        return float(norm), learning_rate, weights
+
+    def _norm(self, gradients: Mapping[str, Any]) -> tuple[np.float32, np.float32]:
+        """Norm of all gradients, and the factor of clipping."""
+        norm = gradient_norm(gradients, self._workers)
+        return norm, clip_factor(norm, self.config.max_grad_norm)
+
+    def _apply(self, gradients: Mapping[str, Any], scalars: AdamWScalars) -> dict[str, torch.Tensor]:
+        """Change master and moments in place; returns the model's weights."""
         bf16 = self._dtype == torch.bfloat16
-        weights = {
+        return {
             name: from_float32(
                 adamw(master, self._moment1[name], self._moment2[name], gradients[name], scalars, self._workers, bf16),
                 self._dtype,
             )
             for name, master in self._master.items()
         }
-        self._ran("adamw")
-        self._powers = powers
-        return float(norm), learning_rate, weights
+
+    def _blame(self, gradients: Mapping[str, Any]) -> str:
+        """Which gradient is not finite."""
+        return blame(gradients)
 
     def _ran(self, region: str) -> None:
-        self._evidence.ran(region, "optimizer_step", OPTIMIZER_IMPLEMENTATIONS[region])
+        self._evidence.ran(region, "optimizer_step", self.implementations[region])
 
     def check_master(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise NumericsError unless the model's weights are the masters, rounded: bits of either changed otherwise."""
@@ -164,13 +183,18 @@ class AdamW:
                 f"the checkpoint has beta powers {state.powers.power1.hex()} and {state.powers.power2.hex()} after "
                 f"{state.powers.updates} updates; they have to be {expected.power1.hex()} and {expected.power2.hex()}"
             )
+        self._take(state)
+        self._powers = state.powers
+
+    def _take(self, state: AdamWState) -> None:
+        """Copies of a state's arrays."""
         self._master = {name: state.master[name].copy() for name in sorted(state.master)}
         self._moment1 = {name: state.moment1[name].copy() for name in self._master}
         self._moment2 = {name: state.moment2[name].copy() for name in self._master}
-        self._powers = state.powers
 
 
-def _blame(gradients: Mapping[str, NDArray[np.float32]]) -> str:
+def blame(gradients: Mapping[str, NDArray[np.float32]]) -> str:
+    """Which of the gradients is not finite, and where, in words."""
     for name in sorted(gradients):
         bad = np.flatnonzero(~np.isfinite(gradients[name]))
         if len(bad):

@@ -72,7 +72,7 @@ def save(
     for name in TENSOR_FILES:
         path = folder / f"{name}.safetensors"
         try:
-            save_file({key: value.contiguous() for key, value in groups[name].items()}, path, {"format": "pt"})
+            save_file({key: value.cpu().contiguous() for key, value in groups[name].items()}, path, {"format": "pt"})
         except SafetensorError as error:  # a full disk, of which safetensors keeps only the words
             raise Interrupted(f"{path} cannot be written ({error}): make room, then resume") from error
         _sync(path)

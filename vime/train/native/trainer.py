@@ -13,19 +13,18 @@ import torch
 from numpy.typing import NDArray
 
 from rlkernel.contract.claims import Topology
-from rlkernel.contract.identity import Identities, TensorEntry, manifest_digest
+from rlkernel.contract.identity import Identities
 from rlkernel.errors import NumericsError
-from rlkernel.kernels.cpu.digest import tensor_digest
 from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.ops.weights import tensors_manifest_digest
 from vime.errors import InputError
 from vime.mismatch.localise import Boundary, trace_sample
 from vime.train.batching import check_sample, check_vocabulary, flatten, micro_batches, update_batches
 from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSample
 from vime.train.losses import LossConfig, TokenLosses, first_nonfinite, step_weights, summarise, token_losses
 from vime.train.native import state
+from vime.train.native.backend import CpuBackend, TrainerBackend
 from vime.train.native.model import GradientShape, TrainableModel, count_forward, evaluate, scored, token_batch
-from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS, AdamW, OptimizerConfig
+from vime.train.native.optimizer import OptimizerConfig
 from vime.train.native.redraw import redrawn
 from vime.train.ordered import ordered_mean
 from vime.types import SamplingParams
@@ -71,6 +70,7 @@ class NativeTrainer:
         tensors: initial logical tensors in the contract's dtype; copied.
         reference: a model bound to the reference weights; needed with a KL term, never updated.
         identities: of the contract and this deployment.
+        backend: where the tensors live and what the optimizer step runs on; the CPU with ``workers`` without one.
     """
 
     def __init__(
@@ -83,16 +83,18 @@ class NativeTrainer:
         dtype: Literal["float32", "bfloat16"],
         workers: Workers,
         reference: TrainableModel | None = None,
+        backend: TrainerBackend | None = None,
     ) -> None:
         if config.loss.needs_reference and reference is None:
             raise InputError(f"loss kl: {config.loss.kl} compares with a reference model, and the trainer got none")
         self.config = config
         self._model, self._reference = model, reference
-        self._identities, self._dtype, self._workers = identities, dtype, workers
-        self._optimizer = AdamW(config.optimizer, tensors, dtype, workers, model.evidence)
+        self._identities, self._dtype = identities, dtype
+        self._backend: TrainerBackend = backend if backend is not None else CpuBackend(workers)
+        self._optimizer = self._backend.optimizer(config.optimizer, tensors, dtype, model.evidence)
         self._gradient_shape = GradientShape.of(model.definition, config.data_parallel_leaves)
         self._steps = 0
-        self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._tensors = self._backend.copies(tensors)
         model.weights.update(self._tensors)
 
     @property
@@ -119,7 +121,7 @@ class NativeTrainer:
         Raises NumericsError if the logical tensors (which are published) have another one.
         """
         packed = self._model.weights.manifest_digest()
-        logical = tensors_manifest_digest(self._tensors, self._dtype, self._workers)
+        logical = self._backend.manifest_digest(self._tensors, self._dtype)
         if packed != logical:
             raise NumericsError(
                 f"the trainer's packed weights have digest {packed}, the tensors that it publishes have {logical}: "
@@ -138,7 +140,7 @@ class NativeTrainer:
         if chosen is None:
             raise InputError("scores of the reference model were asked for, and the trainer has none")
         check_vocabulary(samples, chosen.definition.config.vocab_size)
-        self._workers.probe()
+        self._backend.probe()
         case = "trainer_score"
         results: list[ScoredSample] = []
         with count_forward(chosen, case) as count:
@@ -173,7 +175,7 @@ class NativeTrainer:
             raise InputError(
                 f"step {step} was asked for, but the trainer has done {self._steps}: steps are consecutive"
             )
-        self._workers.probe()
+        self._backend.probe()
         check_vocabulary(samples, self._model.definition.config.vocab_size)
         for sample in samples:
             self._check(sample)
@@ -182,20 +184,20 @@ class NativeTrainer:
         self._optimizer.check_master(self._tensors)
         outcomes: list[_UpdateOutcome] = []
         first_tokens = 0
-        gradients: dict[str, np.ndarray] = {}
+        gradients: Mapping[str, Any] = {}
         for update in update_batches(samples, self.config.updates_per_step):
             with count_forward(self._model, "trainer_forward") as count:
                 outcome, gradients = self._update(update, samples, weights)
             first_tokens = first_tokens or count.tokens
             outcomes.append(outcome)
         self._steps += 1
-        self._workers.probe()
+        self._backend.probe()
         return self._result(outcomes, first_tokens, before, gradients)
 
     def _update(
         self, update: range, samples: Sequence[TrainSample], weights: Sequence[np.float32]
-    ) -> tuple[_UpdateOutcome, dict[str, np.ndarray]]:
-        gradients = self._gradient_shape.zeros()
+    ) -> tuple[_UpdateOutcome, Mapping[str, Any]]:
+        gradients = self._backend.gradients(self._gradient_shape)
         losses: list[TokenLosses] = []
         scores: list[ScoredSample] = []
         for block in leaf_blocks(update, self._gradient_shape.leaves):
@@ -232,7 +234,7 @@ class NativeTrainer:
             _joined(part, "old_logprobs") if loss.needs_old else None,
             _joined(part, "reference_logprobs") if loss.needs_reference else None,
         )
-        self._model.evidence.ran("loss", "optimizer_step", OPTIMIZER_IMPLEMENTATIONS["loss"], len(new))
+        self._model.evidence.ran("loss", "optimizer_step", self._backend.implementations["loss"], len(new))
         for name, values in (("log-probability", new), ("loss", result.loss), ("coefficient", result.coefficient)):
             at = first_nonfinite(values)
             if at is not None:
@@ -254,7 +256,7 @@ class NativeTrainer:
             raise InputError(f"the advantage of sample {sample.sample_id} is {sample.advantage}: it has to be finite")
 
     def _result(
-        self, outcomes: list[_UpdateOutcome], first_tokens: int, before: str, gradients: Mapping[str, np.ndarray]
+        self, outcomes: list[_UpdateOutcome], first_tokens: int, before: str, gradients: Mapping[str, Any]
     ) -> TrainResult:
         parts = [part for outcome in outcomes for part in outcome.losses]
         loss = self.config.loss
@@ -262,10 +264,6 @@ class NativeTrainer:
         total = summarise(parts, has_ratio=has_ratio, has_reference=loss.needs_reference)
         per_update = [summarise(o.losses, has_ratio=has_ratio, has_reference=False) for o in outcomes]
         norms = [outcome.grad_norm for outcome in outcomes]
-        entries = [
-            TensorEntry(name, tuple(value.shape), "float32", tensor_digest(value, self._workers))
-            for name, value in gradients.items()
-        ]
         return TrainResult(
             loss=total.loss,
             grad_norm=ordered_mean(norms),
@@ -275,7 +273,7 @@ class NativeTrainer:
             ratio_max=total.ratio_max,
             updates=len(outcomes),
             first_forward=ScoreResult(tuple(outcomes[0].scores), "trainer_forward", first_tokens, before),
-            gradient_digest=manifest_digest(entries),
+            gradient_digest=self._backend.gradient_digest(gradients),
             facts={
                 "trained_tokens": total.trained_tokens,
                 "reference_kl": _measured(total.reference_kl),
@@ -297,7 +295,7 @@ class NativeTrainer:
         """Inverse of :meth:`save`: everything is verified before anything is taken. Raises InputError."""
         loaded = state.load(folder, self._tensors, self._optimizer, identities=self._identities, dtype=self._dtype)
         self._steps = loaded.steps
-        self._tensors = loaded.tensors
+        self._tensors = self._backend.copies(loaded.tensors)
         self._model.weights.update(self._tensors)
 
     def evidence(self) -> dict[str, Any]:

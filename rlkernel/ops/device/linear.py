@@ -1,0 +1,93 @@
+"""The projections of a model on a GPU, forward, dgrad and wgrad, and rows filled up to whole steps of a chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from rlkernel.contract.points import SixPoints
+from rlkernel.contract.profiles import FMA
+from rlkernel.kernels.triton import launch
+from rlkernel.kernels.triton.launch import MultiplyAccumulate
+
+FMA_TILE = launch.Tile(64, 64, 16, 8, 4, 3)
+
+
+def multiply_accumulate(points: SixPoints) -> MultiplyAccumulate:
+    """Which chain an entry has: of fma, or of the matrix unit."""
+    return "fma" if points.primitive("mac") == FMA else "matrix"
+
+
+def forward(
+    points: SixPoints, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``cast(add(tree over leaves of chain(x, w), bias))``: x [T, K], w [N, K], bias [N] -> [T, N]."""
+    mac, leaves = multiply_accumulate(points), points.split.leaves
+    tile = tile_of(mac, x.shape[1] // leaves)
+    return launch.gemm(x, w, mac=mac, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
+
+
+def dgrad(points: SixPoints, dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """``cast(tree over leaves of chain over N (dy, w))``: dy [T, N], w [N, K] -> [T, K]."""
+    mac, leaves = multiply_accumulate(points), points.split.leaves
+    tile = tile_of(mac, dy.shape[1] // leaves)
+    return launch.gemm(dy, w, mac=mac, leaves=leaves, b_depth_first=True, out_dtype=out_dtype, tile=tile)
+
+
+def weight_gradient(points: SixPoints, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Continue the chains of ``grad`` float32 [N, K] over whole steps of tokens: dy [T, N], x [T, K]."""
+    mac = multiply_accumulate(points)
+    launch.gemm(dy, x, mac=mac, a_depth_first=True, b_depth_first=True, grad=grad, tile=tile_of(mac, len(dy)))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows go in a layout that fills every sequence up to whole steps: int64 [R], and its number of rows."""
+
+    rows: torch.Tensor
+    total: int
+
+
+def places_of_whole_steps(points: SixPoints, starts: tuple[int, ...], device: torch.device) -> Places | None:
+    """The layout of rows of sequences at ``starts``; None where every sequence has whole steps already."""
+    step = points.split.step
+    if all((last - first) % step == 0 for first, last in pairwise(starts)):
+        return None
+    rows: list[int] = []
+    total = 0
+    for first, last in pairwise(starts):
+        rows += range(total, total + last - first)
+        total += -(-(last - first) // step) * step
+    return Places(torch.tensor(rows, dtype=torch.int64, device=device), total)
+
+
+def spread(values: torch.Tensor, places: Places) -> torch.Tensor:
+    """Rows [R, ...] at their places, zeros between them."""
+    result = values.new_zeros((places.total, *values.shape[1:]))
+    result[places.rows] = values
+    return result
+
+
+def whole_steps(points: SixPoints, rows: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
+    """Rows [T, W] of sequences at ``starts``, each filled up with zero rows to whole steps of the entry's chain."""
+    places = places_of_whole_steps(points, starts, rows.device)
+    return rows if places is None else spread(rows, places)
+
+
+def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Offsets [S+1] of sequences of these lengths."""
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return tuple(offsets)
+
+
+def tile_of(mac: MultiplyAccumulate, depth: int) -> launch.Tile | None:
+    """A tile for chains of ``depth``: small for fma, each an instruction, and on AMD a divisor of the leaf."""
+    if mac == "fma":
+        return FMA_TILE
+    if not torch.version.hip:
+        return None
+    return launch.Tile(block_k=next((b for b in (64, 32, 16) if depth % b == 0), 16))

@@ -1,0 +1,215 @@
+"""What a side computes on: the CPU or a GPU, each with its weights, runner, KV pages, optimizer and admission."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from rlkernel.contract.build import Contract
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.kernels.torch_native.weights import TorchWeightSet
+from rlkernel.models.definition import ModelDefinition
+from rlkernel.ops.composition import Candidate, Composition, compose, cpu_candidates, without_certificates
+from rlkernel.ops.runner import ModelRunner
+from rlkernel.ops.weights import WeightSet
+from rlkernel.verify.admission.first_use import with_first_use_checks
+from rlkernel.verify.admission.store import Admitted, ensure_certificates
+from rlkernel.verify.evidence import Evidence
+from vime.rollout.native.engine import KVFactory
+from vime.rollout.native.model import PagedKV
+from vime.runtime.deployment import describe_deployment
+from vime.train.admission import step_candidates
+from vime.train.native.backend import CpuBackend, TrainerBackend
+from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS
+
+if TYPE_CHECKING:
+    from rlkernel.ops.device.weights import DeviceWeights
+
+Numerics = Literal["exact", "native"]
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Place(Protocol):
+    """One kind of device. ``step`` names what computes each region of case ``optimizer_step``."""
+
+    step: Mapping[str, str]
+
+    def implementations(self, numerics: Numerics) -> dict[str, str]:
+        """Region kind -> implementation of a model's forward and backward."""
+
+    def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
+        """What a side is deployed as: implementations, source digests, versions, device."""
+
+    def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
+        """Implementations that are admitted for every region and case.
+
+        Raises:
+            AdmissionRefused: an implementation's bits are not the contract's.
+        """
+
+    def weights(
+        self, contract: Contract, definition: ModelDefinition, tensors: Tensors, numerics: Numerics, workers: Workers,
+        *, training: bool,
+    ) -> Any:  # fmt: skip
+        """A copy of the tensors in the form that the kernels read."""
+
+    def runner(
+        self, contract: Contract, weights: Any, composition: Composition, evidence: Evidence, workers: Workers,
+        *, max_position: int,
+    ) -> ModelRunner:  # fmt: skip
+        """A runner over those weights."""
+
+    def pages(self, dtype: str) -> KVFactory:
+        """Makes an engine's KV pages."""
+
+    def trainer(self, workers: Workers) -> TrainerBackend:
+        """Where a trainer's tensors live."""
+
+
+class CpuPlace:
+    """Numba kernels, or for the ``native`` arm torch's own."""
+
+    step: Mapping[str, str] = OPTIMIZER_IMPLEMENTATIONS
+
+    def implementations(self, numerics: Numerics) -> dict[str, str]:
+        """Of the composition that a side gets."""
+        return without_certificates(numerics).implementations()
+
+    def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
+        """With the processor as device."""
+        return describe_deployment(self.implementations(numerics), sources)
+
+    def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
+        """Certificates that are missing here are made now, in seconds, and kept; first uses are checked on live
+        operands. The ``native`` arm keeps no contract: nothing is admitted for it."""
+        if numerics != "exact":
+            return without_certificates("native")
+        candidates = [(candidate.region, candidate.op) for candidate in cpu_candidates()]
+        admitted = ensure_certificates(contract, [*candidates, *step_candidates()], workers)
+        composition = compose(contract, admitted.certificates)
+        evidence.facts["certificates"] = _told(admitted)
+        return with_first_use_checks(composition, contract, evidence)
+
+    def weights(
+        self, contract: Contract, definition: ModelDefinition, tensors: Tensors, numerics: Numerics, workers: Workers,
+        *, training: bool,
+    ) -> WeightSet | TorchWeightSet:  # fmt: skip
+        """Packed panels, or torch tensors."""
+        if numerics == "exact":
+            dtype, tp = contract.dtype, contract.topology.tp
+            return WeightSet(definition, tensors, dtype=dtype, tp=tp, workers=workers, training=training)
+        return TorchWeightSet(definition, tensors, dtype=contract.dtype, workers=workers)
+
+    def runner(
+        self, contract: Contract, weights: Any, composition: Composition, evidence: Evidence, workers: Workers,
+        *, max_position: int,
+    ) -> ModelRunner:  # fmt: skip
+        """In this process's threads."""
+        return ModelRunner(
+            weights.definition, weights, composition, evidence, dtype=contract.dtype, tp=contract.topology.tp,
+            workers=workers, max_position=max_position,
+        )  # fmt: skip
+
+    def pages(self, dtype: str) -> KVFactory:
+        """float32 in both dtypes."""
+        return PagedKV
+
+    def trainer(self, workers: Workers) -> TrainerBackend:
+        """Main memory."""
+        return CpuBackend(workers)
+
+
+class GpuPlace:
+    """Triton kernels on one GPU. There is no ``native`` arm: the pipeline's checks refuse it.
+
+    Args:
+        device: a torch device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from vime.train.native.device import DEVICE_IMPLEMENTATIONS
+
+        self.device = device
+        self.step: Mapping[str, str] = DEVICE_IMPLEMENTATIONS
+
+    def implementations(self, numerics: Numerics) -> dict[str, str]:
+        """Of the composition that a side gets."""
+        return self._plain().implementations()
+
+    def _plain(self) -> Composition:
+        from rlkernel.ops.device.head import LinearLogprob
+        from rlkernel.ops.device.regions import device_ops
+
+        return Composition("exact", device_ops(), LinearLogprob())
+
+    def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
+        """With the GPU as device, and the kernels' sources."""
+        from rlkernel.verify.admission.device import SOURCES
+        from rlkernel.verify.admission.sources import device_target, digest_of_modules, torch_toolchain
+
+        name = str(self.device)
+        own = {"rlkernel.kernels.triton": digest_of_modules(SOURCES), **sources}
+        found = describe_deployment(self.implementations(numerics), own)
+        found["device"] = {"kind": "gpu", "target": device_target(name), **dict(torch_toolchain(name))}
+        return found
+
+    def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
+        """Admitted on this GPU, with its compiler; certificates that are missing here are made now and kept."""
+        from rlkernel.verify.admission.device import device_candidates
+
+        faced = device_candidates(contract, self.device)
+        admitted = ensure_certificates(contract, faced, workers, target=faced[0][1].target)
+        host = ensure_certificates(contract, [pair for pair in step_candidates() if pair[0] == "loss"], workers)
+        chosen = compose(contract, admitted.certificates, [Candidate(region, op) for region, op in faced])
+        evidence.facts["certificates"] = _told(
+            Admitted((*admitted.certificates, *host.certificates), (*admitted.made, *host.made))
+        )
+        faced_ops: dict[str, Any] = dict(chosen.ops)
+        ops = {kind: op.op for kind, op in faced_ops.items()}
+        return Composition("exact", ops, chosen.head.op, chosen.certificates)
+
+    def weights(
+        self, contract: Contract, definition: ModelDefinition, tensors: Tensors, numerics: Numerics, workers: Workers,
+        *, training: bool,
+    ) -> DeviceWeights:  # fmt: skip
+        """Fused matrices on the GPU; one form serves forward and backward."""
+        from rlkernel.ops.device.weights import DeviceWeights
+
+        return DeviceWeights(definition, tensors, dtype=contract.dtype, tp=contract.topology.tp, device=self.device)
+
+    def runner(
+        self, contract: Contract, weights: Any, composition: Composition, evidence: Evidence, workers: Workers,
+        *, max_position: int,
+    ) -> ModelRunner:  # fmt: skip
+        """On the GPU."""
+        from rlkernel.ops.device.runner import DeviceRunner
+
+        return DeviceRunner(weights.definition, weights, composition, evidence, contract, max_position=max_position)
+
+    def pages(self, dtype: str) -> KVFactory:
+        """On the GPU, in the contract's dtype."""
+        from rlkernel.ops.weights import DTYPES
+        from vime.rollout.native.device import DevicePagedKV
+
+        return partial(DevicePagedKV, dtype=DTYPES[dtype], device=self.device)
+
+    def trainer(self, workers: Workers) -> TrainerBackend:
+        """GPU memory."""
+        from vime.train.native.device import DeviceBackend
+
+        return DeviceBackend(self.device, workers)
+
+
+def _told(admitted: Admitted) -> dict[str, Any]:
+    return {
+        "of": {f"{c.region}/{c.implementation}": c.digest() for c in admitted.certificates},
+        "made_at_first_use": sorted({c.region for c in admitted.made}),
+    }
+
+
+def place_of(device: str) -> Place:
+    """The place that a pipeline's ``device`` names: ``cpu``, or ``cuda`` for the first GPU."""
+    return CpuPlace() if device == "cpu" else GpuPlace(torch.device("cuda", 0))

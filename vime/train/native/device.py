@@ -1,0 +1,148 @@
+"""The trainer's tensors, gradients and optimizer on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkernel.contract.identity import manifest_digest
+from rlkernel.contract.schedules import BetaPowers
+from rlkernel.errors import NumericsError
+from rlkernel.kernels.cpu.optimizer import AdamWScalars
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.kernels.triton import launch_optimizer
+from rlkernel.ops.device.gradients import DeviceGradients
+from rlkernel.ops.device.step import step_ops
+from rlkernel.ops.device.weights import device_manifest
+from rlkernel.verify.evidence import Evidence
+from vime.train.native.backend import Dtype, Tensors
+from vime.train.native.model import GradientShape
+from vime.train.native.optimizer import (
+    OPTIMIZER_IMPLEMENTATIONS,
+    TORCH_DTYPES,
+    AdamW,
+    AdamWState,
+    OptimizerConfig,
+    blame,
+)
+
+DEVICE_IMPLEMENTATIONS = {
+    **{kind: str(op.implementation) for kind, op in step_ops().items()},
+    "loss": OPTIMIZER_IMPLEMENTATIONS["loss"],
+}
+"""The policy loss of some thousand tokens stays on the host: its inputs come from there, its checks stop the run."""
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+class DeviceAdamW(AdamW):
+    """AdamW whose master and moments are float32 tensors of a device, changed in place.
+
+    :meth:`update` returns the same weight tensors every time, with other values.
+    """
+
+    implementations: Mapping[str, str] = DEVICE_IMPLEMENTATIONS
+
+    def __init__(
+        self, config: OptimizerConfig, tensors: Tensors, dtype: Dtype, device: torch.device, evidence: Evidence
+    ) -> None:
+        self.config, self._evidence, self._device = config, evidence, device
+        self._dtype = TORCH_DTYPES[dtype]
+        self._powers = BetaPowers(config.beta1, config.beta2)
+        self._start(tensors)
+
+    def _start(self, tensors: Tensors) -> None:
+        names = sorted(tensors)
+        self._masters = {name: tensors[name].to(self._device, torch.float32, copy=True) for name in names}
+        self._firsts = {name: torch.zeros_like(value) for name, value in self._masters.items()}
+        self._seconds = {name: torch.zeros_like(value) for name, value in self._masters.items()}
+        self._weights = {name: torch.empty_like(value, dtype=self._dtype) for name, value in self._masters.items()}
+        self._master = self._masters  # type: ignore[assignment]  # names, for the base
+
+    def _norm(self, gradients: Mapping[str, Any]) -> tuple[np.float32, np.float32]:
+        found = launch_optimizer.gradient_norm(gradients, self.config.max_grad_norm)
+        norm, clip = torch.cat(found).cpu().numpy()
+        return norm, clip
+
+    def _apply(self, gradients: Mapping[str, Any], scalars: AdamWScalars) -> dict[str, torch.Tensor]:
+        given = launch_optimizer.scalars_on_device(scalars, self._device)
+        clip = torch.tensor([float(scalars.clip)], dtype=torch.float32, device=self._device)
+        for name, master in self._masters.items():
+            launch_optimizer.adamw(
+                master, self._firsts[name], self._seconds[name], gradients[name], self._weights[name], given, clip
+            )
+        return dict(self._weights)
+
+    def _blame(self, gradients: Mapping[str, Any]) -> str:
+        return blame({name: value.cpu().numpy() for name, value in gradients.items()})
+
+    def check_master(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise NumericsError unless the model's weights are the masters, rounded: bits of either changed otherwise."""
+        kind = _INTEGERS[self._dtype]
+        wrong = {
+            name: (master.to(self._dtype).view(kind) != tensors[name].view(kind)).reshape(-1)
+            for name, master in self._masters.items()
+        }
+        flags = torch.stack([differs.any() for differs in wrong.values()]).tolist()
+        for (name, differs), bad in zip(wrong.items(), flags, strict=True):
+            if bad:
+                raise NumericsError(
+                    f"element {int(differs.nonzero()[0])} of {name} is not its float32 master rounded to the model's "
+                    "dtype: a bit of one of them changed since the last update"
+                )
+
+    def state(self) -> AdamWState:
+        """The state as it is now, as NumPy arrays of their own."""
+        return AdamWState(_home(self._masters), _home(self._firsts), _home(self._seconds), self._powers)
+
+    def _take(self, state: AdamWState) -> None:
+        for own, saved in (
+            (self._masters, state.master),
+            (self._firsts, state.moment1),
+            (self._seconds, state.moment2),
+        ):
+            for name, tensor in own.items():
+                tensor.copy_(torch.from_numpy(saved[name]))
+
+
+def _home(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+class DeviceBackend:
+    """Everything but the policy loss on a device.
+
+    Args:
+        workers: the host's threads, in which the loss runs.
+    """
+
+    implementations: Mapping[str, str] = DEVICE_IMPLEMENTATIONS
+
+    def __init__(self, device: torch.device, workers: Workers) -> None:
+        self._device, self._workers = device, workers
+
+    def copies(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """On the device."""
+        return {name: tensor.detach().to(self._device, copy=True) for name, tensor in tensors.items()}
+
+    def optimizer(self, config: OptimizerConfig, tensors: Tensors, dtype: Dtype, evidence: Evidence) -> AdamW:
+        """AdamW on the device."""
+        return DeviceAdamW(config, tensors, dtype, self._device, evidence)
+
+    def gradients(self, shape: GradientShape) -> DeviceGradients:
+        """Buffers on the device."""
+        return DeviceGradients(shape.shapes, self._device, tied_embedding=shape.tied_embedding, leaves=shape.leaves)
+
+    def manifest_digest(self, tensors: Tensors, dtype: Dtype) -> str:
+        """By the device's tensor digest."""
+        return manifest_digest(device_manifest(tensors, dtype))
+
+    def gradient_digest(self, gradients: Mapping[str, Any]) -> str:
+        """By the device's tensor digest."""
+        return manifest_digest(device_manifest(gradients, "float32"))
+
+    def probe(self) -> None:
+        """Looks for flushed subnormals in the host's threads."""
+        self._workers.probe()
