@@ -53,6 +53,46 @@ def test_run_report_diff_resume(tmp_path: Path, capsys: Capture) -> None:
     assert (tmp_path / "a/timeline.jsonl").read_bytes().startswith(before)
 
 
+def test_a_run_is_resumed_from_another_folder(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data, its reward, and a file that the reward opens, are all named by relative paths."""
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    begun.mkdir()
+    elsewhere.mkdir()
+    (begun / "mine.py").write_text(
+        "def score(prompt, sample, text):\n"
+        "    factor = float(open('factor.txt').read())\n"
+        "    if prompt.prompt_index == 5 and factor < 2: raise ValueError('broken on purpose')\n"
+        "    return factor * len(text)\n"
+    )
+    (begun / "factor.txt").write_text("1.0")
+    rows = [{"text": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (begun / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (begun / "small.yaml").write_text(text("runs/a"))
+    data = "data={source: jsonl, parameters: {train: rows.jsonl}}"
+    monkeypatch.chdir(begun)
+    settings = ("--set", data, "--set", "stages.reward.function=mine.py:score", "--set", "stages.evaluate.prompts=0")
+    assert call("run", "small.yaml", *settings) == 3
+    message = capsys.readouterr().err
+    assert "broken on purpose" in message and "continue it with: vime resume runs/a" in message
+
+    monkeypatch.chdir(elsewhere)
+    assert call("resume", "../begun/runs/a") == 3  # it goes on, and comes to the same place
+    message = capsys.readouterr().err
+    assert "broken on purpose" in message and "continue it with: vime resume ../begun/runs/a" in message
+    assert Path.cwd() == elsewhere and list(elsewhere.iterdir()) == []
+    (begun / "factor.txt").write_text("2.0")
+
+    moved = tmp_path / "moved"  # with the folder gone the paths begin where the command is called
+    begun.rename(moved)
+    assert call("resume", "../moved/runs/a") == 2
+    message = capsys.readouterr().err
+    assert f"the run was started in {begun}, which is gone: relative paths begin in {elsewhere}" in message
+    assert f"there is no data file {elsewhere / 'rows.jsonl'}" in message
+    monkeypatch.chdir(moved)
+    assert call("resume", "runs/a") == 0, capsys.readouterr().err
+    assert "2 of 2" in capsys.readouterr().out
+
+
 def test_a_failing_reward_stops_resumable_and_resume_goes_on(tmp_path: Path, capsys: Capture) -> None:
     reward = tmp_path / "mine.py"
     body = "def score(prompt, sample, text):\n    {}\n    return float(len(text))\n"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import click
 
 from vime.cli.exits import exit_code
 from vime.cli.options import json_option, overrides_option, pipeline_argument
-from vime.errors import InputError, Interrupted
+from vime.errors import InputError, Interrupted, VimeError
 
 if TYPE_CHECKING:
     from vime.pipeline.loading import LoadedPipeline
@@ -53,8 +54,35 @@ def resume(run_directory: str, overrides: tuple[str, ...], as_json: bool) -> int
     """Continue the interrupted run in the folder RUN; it ends with the bits of an uninterrupted one."""
     from vime.pipeline.prepare import prepare
 
-    with _last_line(as_json):
-        return _drive(prepare(load_to_resume(run_directory, overrides), new_run=False), as_json, resume=True)
+    folder = str(Path(run_directory).absolute())
+    with _last_line(as_json), _where_it_began(Path(folder)):
+        prepared = prepare(load_to_resume(folder, overrides), new_run=False)
+        return _drive(prepared, as_json, resume=True, shown=run_directory)
+
+
+@contextmanager
+def _where_it_began(run_directory: Path) -> Iterator[None]:
+    """The folder in which a run was started: its pipeline's relative paths, and those that user functions open, are
+    relative to it. Where it is gone, or the log does not know, the current folder is kept."""
+    from vime.store.run_view import RunView
+    from vime.timeline.events import RunStarted
+
+    try:
+        events = [record.event for record in RunView.open(run_directory).records]
+    except VimeError:
+        events = []  # whoever opens the run next says what is wrong
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    begun = None if started is None else started.observed.get("working_directory")
+    here = os.getcwd()
+    if not isinstance(begun, str) or begun == here:
+        yield
+        return
+    if not os.path.isdir(begun):
+        click.echo(f"vime: the run was started in {begun}, which is gone: relative paths begin in {here}", err=True)
+        yield
+        return
+    with chdir(begun):
+        yield
 
 
 def load_to_resume(run_directory: str, overrides: Sequence[str]) -> LoadedPipeline:
@@ -117,32 +145,33 @@ def _last_line(as_json: bool) -> Iterator[None]:
         raise
 
 
-def _drive(prepared: Prepared, as_json: bool, *, resume: bool) -> int:
+def _drive(prepared: Prepared, as_json: bool, *, resume: bool, shown: str | None = None) -> int:
+    """Run or resume. ``shown`` is how the user names the run's folder, where the pipeline names it otherwise."""
     from vime.cli.progress import observing
     from vime.runtime.run_loop import run as run_pipeline
 
-    folder = prepared.pipeline.run_directory
+    folder = shown or prepared.pipeline.run_directory
+
+    def hint() -> str:
+        if (Path(prepared.pipeline.run_directory) / "timeline.jsonl").is_file():
+            return f"continue it with: vime resume {folder}"
+        return f"nothing was written to {folder} yet: start the run again"
+
     with observing(as_json) as observer:
         try:
             outcome = run_pipeline(prepared, resume=resume, observer=observer)
         except Interrupted as error:
-            raise Interrupted(f"{error}; {_hint(folder)}") from error
+            raise Interrupted(f"{error}; {hint()}") from error
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {_hint(folder)}") from None
+            raise Interrupted(f"interrupted; {hint()}") from None
         except BrokenPipeError:
-            click.echo(f"vime: nobody reads the output any more, so the run stopped; {_hint(folder)}", err=True)
+            click.echo(f"vime: nobody reads the output any more, so the run stopped; {hint()}", err=True)
             raise
         if not observer.done:
             observer.finished(outcome)  # nothing was left to do
     if outcome.status != "completed":
         click.echo(f"vime: {outcome.message}; see: vime report {folder}", err=True)
     return outcome.exit_code
-
-
-def _hint(folder: str) -> str:
-    if (Path(folder) / "timeline.jsonl").is_file():
-        return f"continue it with: vime resume {folder}"
-    return f"nothing was written to {folder} yet: start the run again"
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -169,7 +170,7 @@ class _Run:
                 engines=(engine.engine_id,),
                 resolved_digest=digest(encode_value(pipeline.model_dump(mode="json"))),
                 placement={"placement": pipeline.placement, "transport": sides.transport.name},
-                observed={"pipeline": settings_as_json(pipeline)},
+                observed={"pipeline": settings_as_json(pipeline), "working_directory": os.getcwd()},
             )
         )
         named = ("semantic", "numerical_policy")
