@@ -9,4 +9,4 @@ python3 -m venv .venv-triton
 echo "== Triton kernels: indexing, in Triton's interpreter"
 TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/audit
 echo "== Triton kernels: instruction audit for sm_90 and gfx942"
-.venv-triton/bin/python -m pytest tests/audit
+.venv-triton/bin/python -m pytest tests/audit tests/gpu

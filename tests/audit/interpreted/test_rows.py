@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from benchmarks.gpu.reference_calls import EPS, Reference, contract
-from rlkernel.kernels.triton import activation, embedding, norm, norm_backward, residual, rope
+from rlkernel.kernels.cpu.optimizer import AdamWScalars
+from rlkernel.kernels.triton import activation, embedding, loss, norm, norm_backward, optimizer, residual, rope
 from rlkernel.kernels.triton.launch import lanes
+from rlkernel.reference import arith
+from rlkernel.reference import optimizer as reference_optimizer
+from rlkernel.reference.loss import KL_TERMS, POLICIES, LossConstants, LossInputs, token_losses
 
 CONTRACT = contract("portable", "float32")
 REFERENCE = Reference(CONTRACT, "cpu")
@@ -146,3 +150,51 @@ def test_embedding_and_sums() -> None:
     added = torch.empty_like(dh)
     _run(residual.residual_add, (2,), dh, out, added, dh.numel(), BLOCK=64)
     assert _equal(added, dh + out)
+
+
+@pytest.mark.parametrize("kl", KL_TERMS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loss(policy: str, kl: str) -> None:
+    count = 300
+    new, old, reference, advantage, weight = (_random(count, seed=seed) for seed in range(5))
+    new[5], old[6], advantage[7] = torch.nan, -torch.inf, torch.inf
+    trained = torch.arange(count) % 5 != 0
+    inputs = LossInputs(new, old, reference, advantage, weight, trained)
+    constants = LossConstants(policy, kl, 0.75, 1.25, 0.125)
+    expected = token_losses(CONTRACT.entries[("optimizer_step", "loss")], constants, inputs)
+    outputs = [torch.full((count,), 7.0) for _ in range(4)]
+    clipped = torch.full((count,), 7, dtype=torch.int8)
+    _run(
+        loss.token_loss, (3,), new, old, reference, advantage, weight, trained.to(torch.int8), *outputs, clipped,
+        count, 0.75, 1.25, 0.125, CLIPS=policy == "ppo_clip", KL=KL_TERMS.index(kl), BLOCK=128,
+    )  # fmt: skip
+    for name, found in zip(("loss", "coefficient", "ratio", "kl"), outputs, strict=True):
+        assert _equal(found, expected[name]), name
+    assert torch.equal(clipped.bool(), expected["clipped"]) and int(clipped.max()) <= 1
+
+
+SCALARS = tuple(np.float32(x) for x in (1e-3, 0.9, 0.95, 0.1, 0.05, 3.1, 2.2, 1e-8, 0.1))
+
+
+def test_optimizer() -> None:
+    norm, step = (CONTRACT.entries[("optimizer_step", kind)] for kind in ("gradient_norm", "adamw"))
+    g = _random(3 * 1024 + 300)
+    sums = torch.full((4,), torch.nan)
+    _run(optimizer.square_leaves, (2,), g, sums, g.numel(), LEAF=1024, LANES=256, ROWS=2)
+    assert int(torch.isnan(sums).sum()) == 1
+    _run(optimizer.square_rest, (1,), g, sums[3:], 3 * 1024, N=300, LANES=256)
+    total = torch.full((1,), torch.nan)
+    _run(optimizer.tree_level, (1,), sums, total, 4, WIDTH=8)
+    assert _equal(total, reference_optimizer.sum_of_squares(norm, g).reshape(1))
+    totals, found, clip = torch.cat([total, torch.tensor([2.5])]), torch.empty(1), torch.empty(1)
+    for limit in (1.0, 1e30):
+        _run(optimizer.norm_and_clip, (1,), totals, found, clip, 2, limit)
+        expected = arith.sqrt(arith.add(arith.add(torch.zeros(1), total), torch.tensor([2.5])))
+        assert _equal(found, expected) and _equal(clip, reference_optimizer.clip_factor(expected, limit))
+    master, m, v, weight = _random(300, seed=1), _random(300, seed=2), _random(300, seed=3).abs(), torch.empty(300)
+    scalars = AdamWScalars(*SCALARS, clip=np.float32(0.5))
+    expected_all = reference_optimizer.adamw(step, master, m, v, g[:300], scalars)
+    device = torch.tensor([float(x) for x in SCALARS])
+    _run(optimizer.adamw, (2,), master, m, v, g, weight, device, torch.tensor([0.5]), 300, BLOCK=256)
+    for x, y in zip((master, m, v, weight), expected_all, strict=True):
+        assert _equal(x, y)
