@@ -15,7 +15,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +23,18 @@ import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.attention_bits import DEVICE, entries, paged, starts_of
+from benchmarks.gpu.attention_bits import DEVICE, entries, starts_of
 from rlkernel.kernels.triton import launch_attention as launch
 from rlkernel.kernels.triton.attention_points import attention_points, backward_points
 from rlkernel.kernels.triton.launch_attention import AttentionTile
+from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, varlen_hopper
 
 COPY_BANDWIDTH = 4.0e12
 """Bytes a second that a copy reaches on an H200."""
-FORWARD_TILES = (
-    AttentionTile(128, 64, 8, 2), AttentionTile(128, 64, 8, 1), AttentionTile(64, 64, 4, 2), AttentionTile(64, 64, 4, 1),
-    AttentionTile(64, 64, 4, 2, 264), AttentionTile(128, 64, 8, 2, 132),
-)  # fmt: skip
-DQ_TILES = (
-    AttentionTile(128, 64, 8, 2),
-    AttentionTile(64, 64, 4, 2),
-    AttentionTile(64, 128, 4, 1),
-    AttentionTile(128, 128, 8, 1),
+VARIANTS = tuple(
+    (mode, split, warps) for warps in (4, 8) for mode, split in ((0, 512), (1, 512), (2, 512), (0, 1 << 20))
 )
-DKV_TILES = (
-    AttentionTile(64, 128, 8, 2), AttentionTile(64, 128, 8, 1), AttentionTile(32, 128, 8, 2), AttentionTile(64, 64, 4, 1),
-    AttentionTile(32, 64, 4, 2), AttentionTile(128, 64, 8, 1),
-)  # fmt: skip
+"""Of the warp-specialised forward: mode, keys of a split, warps of a group."""
 
 
 def seconds(function: Callable[[int], object], repeats: int = 12, warmups: int = 3) -> float:
@@ -87,15 +78,25 @@ class Training:
 
         return call
 
-    def specialised(self) -> Callable[[int], Any]:
-        from rlkernel.kernels.triton.launch_attention_hopper import varlen_hopper
-
+    def specialised(self, mode: int, split: int = 512, warps: int = 4) -> Callable[[int], Any]:
+        """The warp-specialised forward; another split than the contract's gives other bits, it shows what splits cost."""
         out = torch.empty_like(self.sets[0][0])
         lse2 = torch.empty(out.shape[:2], device=DEVICE)
+        points = replace(self.points, split=split)
 
         def call(i: int) -> Any:
             q, k, v, _ = self.sets[i % 2]
-            varlen_hopper(q, k, v, self.starts, self.length, self.points, out, lse2)
+            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, mode, warps)
+
+        return call
+
+    def specialised_backward(self) -> Callable[[int], Any]:
+        saved = [self.forward()(i) for i in range(2)]
+        found = tuple(torch.empty_like(x) for x in self.sets[0][:3])
+
+        def call(i: int) -> Any:
+            q, k, v, dout = self.sets[i % 2]
+            backward_hopper(dout, q, k, v, *saved[i % 2], self.starts, self.length, self.gradient_points, *found)
 
         return call
 
@@ -179,9 +180,8 @@ def rate(flops: float, measured: float) -> dict[str, Any]:
 
 
 def candidates() -> list[tuple[str, AttentionTile]]:
-    found = [("forward", tile) for tile in FORWARD_TILES]
-    found += [("dq", tile) for tile in DQ_TILES] + [("dkv", tile) for tile in DKV_TILES]
-    return found + [("decode", AttentionTile(16, 64, warps, stages)) for warps in (2, 4, 8) for stages in (1, 2, 3)]
+    tiles = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (1, 2, 3)]
+    return [("decode", AttentionTile(16, 64, warps, stages)) for warps, stages in tiles]
 
 
 def measure_candidate(
@@ -212,17 +212,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.warm is not None:
         training, decoding = Training(1, 1024), Decoding(4)
-        calls: list[Callable[[int], Any]] = []
-        for kind, tile in candidates()[arguments.warm :: 12]:
-            if kind == "decode":
-                calls.append(decoding.call(tile))
-            elif kind == "forward":
-                calls.append(training.forward(tile))
-            else:
-                calls.append(training.backward(tile, tile))
+        jobs: list[Callable[[], Any]] = [lambda v=v: training.specialised(*v)(0) for v in VARIANTS]
+        jobs += [lambda: training.specialised_backward()(0)]
+        jobs += [lambda t=tile: decoding.call(t)(0) for _, tile in candidates()]
+        calls = jobs[arguments.warm :: 12]
         for call in calls:
             try:
-                call(0)
+                call()
             except Exception as problem:  # a tuning that does not fit the device is reported when it is timed
                 print(f"{type(problem).__name__}: {problem}"[:300], flush=True)
         torch.cuda.synchronize()
@@ -240,7 +236,7 @@ def main() -> int:
         "items": {},
     }  # fmt: skip
     path = arguments.out
-    training = Training() if {"forward", "backward"} & set(arguments.only) else None
+    training = Training() if {"forward", "backward", "specialised"} & set(arguments.only) else None
     decoding = Decoding() if "decode" in arguments.only else None
     if training is not None and "forward" in arguments.only:
         record(result, path, "forward", lambda: rate(training.flops, seconds(training.forward())))
@@ -262,14 +258,22 @@ def main() -> int:
             )  # fmt: skip
     if arguments.sweep:
         for kind, tile in candidates():
-            if kind == "decode" and decoding is None or kind != "decode" and training is None:
+            if (kind == "decode" and decoding is None) or (kind != "decode" and training is None):
                 continue
             record(
                 result, path, f"sweep {kind} {asdict(tile)}",
                 lambda kind=kind, tile=tile: measure_candidate(training, decoding, kind, tile),
             )  # fmt: skip
-    if training is not None and "forward" in arguments.only:
-        record(result, path, "forward specialised", lambda: rate(training.flops, seconds(training.specialised())))
+    if training is not None and "specialised" in arguments.only:
+        for mode, split, warps in VARIANTS:
+            record(
+                result, path, f"specialised forward, mode {mode}, split {split}, warps {warps}",
+                lambda m=mode, s=split, w=warps: rate(training.flops, seconds(training.specialised(m, s, w))),
+            )  # fmt: skip
+        record(
+            result, path, "specialised backward",
+            lambda: rate(2.5 * training.flops, seconds(training.specialised_backward(), 6, 2)),
+        )  # fmt: skip
     return 0
 
 

@@ -304,59 +304,106 @@ def portable_cases() -> Iterator[Item]:
     yield from four_cases("portable", "bfloat16", 64, (1, 40, 64, 65, 577), 16, (4, 4))
 
 
-def tiles() -> Iterator[Item]:
-    """Every tuning of the hopper kernels against one of them."""
+FORWARD_TILES = tuple(
+    AttentionTile(rows, 64, warps, stages, programs)
+    for rows, warps, stages, programs in (
+        (64, 4, 1, 0), (128, 8, 2, 0), (128, 8, 1, 0), (64, 4, 2, 0), (64, 4, 1, 100), (64, 8, 2, 77), (32, 4, 2, 0),
+        (32, 2, 1, 0), (16, 4, 2, 0), (16, 1, 1, 0), (16, 2, 2, 31), (128, 4, 1, 0), (128, 16, 2, 0),
+    )
+)  # fmt: skip
+BACKWARD_TILES = tuple(
+    AttentionTile(rows, columns, warps, stages)
+    for rows, columns, warps, stages in (
+        (64, 64, 4, 2), (64, 128, 8, 2), (128, 64, 8, 2), (32, 64, 4, 1), (64, 32, 4, 2), (16, 128, 4, 1), (128, 32, 8, 1),
+        (32, 32, 2, 2), (16, 16, 1, 1), (64, 128, 4, 1),
+    )
+)  # fmt: skip
+
+
+def tiles(part: int, parts: int) -> Iterator[Item]:
+    """Tunings of the plain hopper kernels against one of them."""
     forward, backward = entries("hopper", "bfloat16", 128)
     points, gradient_points = attention_points(forward), backward_points(backward)
     lengths = (4096, 1, 900, 2049, 511)
     heads = (16, 4)
     q, k, v = draw("normal", sum(lengths), heads, 128, torch.bfloat16, 11)
     dout = draw("normal", sum(lengths), heads, 128, torch.bfloat16, 12)[0]
-    starts = starts_of(lengths)
-    first = None
-    for rows, warps, stages, programs in (
-        (128, 8, 2, 0), (128, 8, 1, 0), (64, 4, 2, 0), (64, 4, 1, 100), (64, 8, 2, 77), (32, 4, 2, 0), (32, 2, 1, 0),
-        (16, 4, 2, 0), (16, 1, 1, 0), (16, 2, 2, 31), (128, 4, 1, 0), (128, 16, 2, 0),
-    ):  # fmt: skip
-        tile = AttentionTile(rows, 64, warps, stages, programs)
-        result = launch.attention_varlen(q, k, v, starts, max(lengths), points, tile=tile)
-        if first is None:
-            first = result
-            continue
+    starts, longest = starts_of(lengths), max(lengths)
+    first = launch.attention_varlen(q, k, v, starts, longest, points, tile=FORWARD_TILES[0])
+    for tile in FORWARD_TILES[1 + part :: parts]:
+        result = launch.attention_varlen(q, k, v, starts, longest, points, tile=tile)
         for name, ours, expected in zip(("out", "lse2"), result, first, strict=True):
             yield compare(f"forward {tile}: {name}", ours, expected)
-    assert first is not None
-    base = None
-    for rows, columns, warps, stages in (
-        (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1), (64, 32, 4, 2), (16, 128, 4, 1), (128, 32, 8, 1),
-        (32, 32, 2, 2), (16, 16, 1, 1), (64, 128, 4, 1),
-    ):  # fmt: skip
-        tile = AttentionTile(rows, columns, warps, stages)
-        found = launch.attention_backward(
-            dout, q, k, v, *first, starts, max(lengths), gradient_points, dq_tile=tile, dkv_tile=tile
-        )
-        if base is None:
-            base = found
-            continue
+    arguments = (dout, q, k, v, *first, starts, longest, gradient_points)
+    base = launch.attention_backward(*arguments, dq_tile=BACKWARD_TILES[0], dkv_tile=BACKWARD_TILES[0])
+    for tile in BACKWARD_TILES[1 + part :: parts]:
+        found = launch.attention_backward(*arguments, dq_tile=tile, dkv_tile=tile)
         for name, ours, expected in zip(("dq", "dk", "dv"), found, base, strict=True):
             yield compare(f"backward {tile}: {name}", ours, expected)
 
 
-def hopper_specialised() -> Iterator[Item]:
-    """The warp-specialised forward against the plain one."""
-    from rlkernel.kernels.triton.launch_attention_hopper import varlen_hopper
+def tiles_0() -> Iterator[Item]:
+    yield from tiles(0, 4)
 
-    forward, _ = entries("hopper", "bfloat16", 128)
-    points = attention_points(forward)
-    for lengths, heads in (((64,), (1, 1)), (LENGTHS, (8, 2)), ((4096,), (1, 1)), ((4096, 3000, 1, 777), (16, 4))):
-        q, k, v = draw("normal", sum(lengths), heads, 128, torch.bfloat16, 21)
-        starts = starts_of(lengths)
-        expected = launch.attention_varlen(q, k, v, starts, max(lengths), points)
-        out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
-        varlen_hopper(q, k, v, starts, max(lengths), points, out, lse2)
+
+def tiles_1() -> Iterator[Item]:
+    yield from tiles(1, 4)
+
+
+def tiles_2() -> Iterator[Item]:
+    yield from tiles(2, 4)
+
+
+def tiles_3() -> Iterator[Item]:
+    yield from tiles(3, 4)
+
+
+def specialised(depth: int, variants: tuple[tuple[int, int], ...]) -> Iterator[Item]:
+    """The warp-specialised kernels against the plain ones; ``variants``: mode and warps of the forward."""
+    from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, varlen_hopper
+
+    forward, backward = entries("hopper", "bfloat16", depth)
+    points, gradient_points = attention_points(forward), backward_points(backward)
+    cases = (
+        ((64,), (1, 1)),
+        (LENGTHS, (8, 2)),
+        ((4096,), (1, 1)),
+        ((4096, 3000, 1, 777), (16, 4)),
+        ((4096,) * 4, (32, 8)),
+    )
+    for lengths, heads in cases:
+        q, k, v = draw("normal", sum(lengths), heads, depth, torch.bfloat16, 21)
+        starts, longest = starts_of(lengths), max(lengths)
+        expected = launch.attention_varlen(q, k, v, starts, longest, points, tile=FORWARD_TILES[0])
+        name = f"D={depth}, {len(lengths)} sequences up to {longest}, heads {heads}"
+        for mode, warps in variants:
+            out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
+            varlen_hopper(q, k, v, starts, longest, points, out, lse2, mode, warps)
+            torch.cuda.synchronize()
+            yield compare(f"out {name}, mode {mode}, warps {warps}", out, expected[0])
+            yield compare(f"lse2 {name}, mode {mode}, warps {warps}", lse2, expected[1])
+        if variants[0] != (1, 4):
+            continue
+        dout = draw("normal", sum(lengths), heads, depth, torch.bfloat16, 22)[0]
+        arguments = (dout, q, k, v, *expected, starts, longest, gradient_points)
+        base = launch.attention_backward(*arguments, dq_tile=BACKWARD_TILES[0], dkv_tile=AttentionTile(32, 64, 4, 2))
+        found = tuple(torch.empty_like(x) for x in (q, k, v))
+        backward_hopper(*arguments, *found)
         torch.cuda.synchronize()
-        yield compare(f"out {lengths}", out, expected[0])
-        yield compare(f"lse2 {lengths}", lse2, expected[1])
+        for what, ours, want in zip(("dq", "dk", "dv"), found, base, strict=True):
+            yield compare(f"{what} {name}", ours, want)
+
+
+def hopper_specialised() -> Iterator[Item]:
+    yield from specialised(128, ((1, 4),))
+
+
+def hopper_specialised_64() -> Iterator[Item]:
+    yield from specialised(64, ((1, 4),))
+
+
+def hopper_variants() -> Iterator[Item]:
+    yield from specialised(128, ((0, 4), (1, 8), (0, 8)))
 
 
 SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
@@ -370,8 +417,13 @@ SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
     portable_float32,
     portable_bfloat16,
     portable_cases,
-    tiles,
     hopper_specialised,
+    hopper_specialised_64,
+    hopper_variants,
+    tiles_0,
+    tiles_1,
+    tiles_2,
+    tiles_3,
 )
 
 

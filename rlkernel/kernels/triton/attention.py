@@ -190,7 +190,7 @@ def attention_forward(
                         q_tile, head_k, head_v, m, l, acc, first, keys, position, d, step, base, my_table, scale2,
                         True, D, PAGE, MAC, KIND, NARROW, BLOCK_M, KEYS, LANES,
                     )  # fmt: skip
-                largest = tl.where(low <= position, larger(largest, m), largest)
+                largest = tl.where(low <= position, larger(largest, m, KIND), largest)
                 if SEVERAL:
                     if split + 1 < splits:
                         tl.store(my_stash + split * (BLOCK_M * BLOCK_D) + places, acc)

@@ -25,14 +25,9 @@ def _fma_columns(a, b, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["count", "heads", "length"])
-def row_dots(a, b, out, count, heads, length, D: tl.constexpr, ROWS: tl.constexpr):
-    """One ascending chain of fma over row i of a and b: [count, D], D a multiple of 8 -> float32.
-
-    Row i goes to ``out[i % heads * length + i // heads]`` (heads = count, length = 1: to its own place).
-    """
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = rows < count
+@triton.jit
+def _row_chain(a, b, rows, present, D: tl.constexpr, ROWS: tl.constexpr):
+    # one ascending chain of fma over each of the rows of a and b, D a multiple of 8
     i = tl.arange(0, 8)
     total = tl.zeros((ROWS,), tl.float32)
     for first in range(0, D, 8):
@@ -40,7 +35,33 @@ def row_dots(a, b, out, count, heads, length, D: tl.constexpr, ROWS: tl.constexp
         x = tl.load(a + places, mask=present[:, None], other=0.0).to(tl.float32)
         y = tl.load(b + places, mask=present[:, None], other=0.0).to(tl.float32)
         total = _fma_columns(x, y, total, ROWS, 8)
-    tl.store(out + rows % heads * length + rows // heads, total, mask=present)
+    return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def row_dots(a, b, out, count, D: tl.constexpr, ROWS: tl.constexpr):
+    """``out[i]`` = one ascending chain of fma over row i of a and b: [count, D], D a multiple of 8 -> float32."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = rows < count
+    tl.store(out + rows, _row_chain(a, b, rows, present, D, ROWS), mask=present)
+
+
+@triton.jit(do_not_specialize=["length"])
+def row_statistics(dout, out, lse2, lse, delta, starts, length, QH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """lse2 [N, QH] and the row dots of dout and out [N, QH, D], a head's rows side by side: lse, delta [QH, length].
+
+    Row i of sequence s goes to column ``4 * ceil((starts[s] + 3 * s) / 4) + i``: sequences begin at multiples of 16 bytes,
+    as TMA reads them. The grid is (tiles of ROWS rows, QH, sequences).
+    """
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - begin
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = i < count
+    rows = (begin.to(tl.int64) + i) * QH + head
+    place = head * length + (begin + 3 * sequence + 3) // 4 * 4 + i
+    tl.store(lse + place, tl.load(lse2 + rows, mask=present, other=0.0), mask=present)
+    tl.store(delta + place, _row_chain(dout, out, rows, present, D, ROWS), mask=present)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.contract import profiles
-from rlkernel.kernels.triton.primitives import exp2_full, exp2_p3
+from rlkernel.kernels.triton.primitives import exp2_full, exp2_p3, maximum
 
 FMA: tl.constexpr = tl.constexpr(profiles.FMA)
 EXP2: tl.constexpr = tl.constexpr(profiles.EXP2)
@@ -20,9 +20,28 @@ EX2_SM90: tl.constexpr = tl.constexpr(profiles.EX2_SM90)
 
 
 @triton.jit
-def larger(a, b):
-    """The contract's ``max`` as the target's instruction: NaN if either is NaN, +0 above -0."""
+def _largest_instruction(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(a, b, KIND: tl.constexpr):
+    """The contract's ``max`` of a and b. sm_90 has it as an instruction: NaN if either is NaN, +0 above -0."""
+    if KIND == EX2_SM90:
+        result = _largest_instruction(a, b)
+    else:
+        result = maximum(a, b)
+    return result
+
+
+@triton.jit
+def row_maximum(x, KIND: tl.constexpr):
+    """The contract's ``max`` of each row of x [rows, columns]; its order is free."""
+    if KIND == EX2_SM90:
+        result = tl.reduce(x, 1, _largest_instruction)
+    else:
+        result = tl.reduce(x, 1, maximum)
+    return result
 
 
 @triton.jit
@@ -78,7 +97,7 @@ def chained_total(weights, start, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """``total = add(total, p_j)`` for j ascending from ``start`` [ROWS], as fma(p_j, 1, total)."""
     wide = tl.broadcast_to(start[:, None], (ROWS, 16))
     wide = tl.dot(weights, tl.full((KEYS, 16), 1.0, tl.float32), wide, input_precision="ieee")
-    return tl.reduce(wide, 1, larger)  # all columns are equal
+    return tl.reduce(wide, 1, maximum)  # all columns are equal
 
 
 @triton.jit
@@ -127,7 +146,7 @@ def online_weights(
     hidden = s
     if MASKED:
         hidden = tl.where(visible, s, float("-inf"))
-    new = larger(m, tl.reduce(hidden, 1, larger))
+    new = larger(m, row_maximum(hidden, KIND), KIND)
     alpha = exp2_full(m - new)
     alpha = tl.where(m == float("-inf"), tl.where(new == new, 0.0, new), alpha)
     x = s - new[:, None]

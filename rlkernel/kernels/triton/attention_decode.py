@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from rlkernel.kernels.triton.attention import one_block
-from rlkernel.kernels.triton.attention_block import depth_operand, larger
-from rlkernel.kernels.triton.primitives import exp2_full, log2_full
+from rlkernel.kernels.triton.attention_block import depth_operand
+from rlkernel.kernels.triton.primitives import exp2_full, log2_full, maximum
 
 
 @triton.jit(do_not_specialize=["table_step", "splits"])
@@ -117,7 +117,7 @@ def decode_merge(
     first = sequence * splits * QH + head
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     for split in range(0, used):
-        largest = larger(largest, tl.load(part_m + first + split * QH, mask=present, other=0.0))
+        largest = maximum(largest, tl.load(part_m + first + split * QH, mask=present, other=0.0))
     total = tl.zeros((HEADS,), tl.float32)
     result = tl.zeros((HEADS, BLOCK_D), tl.float32)
     for split in range(0, used):

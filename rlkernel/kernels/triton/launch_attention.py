@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from rlkernel.contract.profiles import FMA, MFMA_GFX942
+from rlkernel.contract.profiles import EX2_SM90, FMA, MFMA_GFX942, MMA_SM90
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton import attention as forward_kernels
 from rlkernel.kernels.triton import attention_backward as backward_kernels
@@ -43,18 +43,19 @@ class AttentionTile:
                 raise ContractError(f"{name} of an attention tile is {value}; powers of two from 16 are compiled")
 
 
-def default_tile(points: AttentionPoints | BackwardPoints, kind: str, rows: int) -> AttentionTile:
+def default_tile(points: AttentionPoints | BackwardPoints, kind: str, rows: int, depth: int) -> AttentionTile:
     """The tile of a kernel (``forward``, ``decode``, ``dq``, ``dkv``) for ``rows`` query rows a sequence."""
     if points.mac == FMA:
         return AttentionTile(16, 16, 4, 1)  # small: every fma of a tile is an instruction of its own
     if points.mac == MFMA_GFX942:
         return AttentionTile(16 if kind == "decode" else 64, 32, 4, 1)
+    stages = 1 if depth > 128 else 2
     if kind == "decode":
-        return AttentionTile(16, 64, 4, 2)
+        return AttentionTile(16, 64, 4, stages)
     if kind == "forward":
         fitting = max(16, 1 << max(0, rows - 1).bit_length())
-        return AttentionTile(min(128, fitting), 64, 8 if fitting >= 128 else 4, 2)
-    return AttentionTile(128, 64, 8, 2) if kind == "dq" else AttentionTile(64, 128, 8, 2)
+        return AttentionTile(min(64, fitting), 64, 4, 1)
+    return AttentionTile(64, 64, 4, stages) if kind == "dq" else AttentionTile(32, 64, 4, stages)
 
 
 def _options() -> dict[str, Any]:
@@ -84,6 +85,18 @@ def _require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_he
     return int(block)
 
 
+def _specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> bool:
+    """Whether the warp-specialised kernels take these points and this head_dim on this device."""
+    if (points.mac, points.weights_exp2, points.dtype) != (MMA_SM90, EX2_SM90, "bfloat16") or x.shape[2] not in (
+        64,
+        128,
+    ):
+        return False
+    if isinstance(points, AttentionPoints) and (points.key_block, points.lanes, points.split % 128) != (128, 8, 0):
+        return False
+    return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -105,7 +118,7 @@ def _forward(
     rows, q_heads, depth = q.shape
     kv_heads = k.shape[-2]
     block_d = _require_heads(points, q_heads, kv_heads, depth)
-    tile = tile or default_tile(points, "forward", max_rows)
+    tile = tile or default_tile(points, "forward", max_rows, depth)
     out = torch.empty_like(q) if out is None else out
     lse2 = torch.empty((rows, q_heads), dtype=torch.float32, device=q.device) if lse2 is None else lse2
     _require("out", out, q.dtype, tuple(q.shape))
@@ -149,6 +162,8 @@ def attention_varlen(
         q: [N, QH, D], ``k``, ``v``: [N, KVH, D], of the dtype of ``points``, C-contiguous.
         starts: int32 [S + 1], rising from 0 to N.
         max_length: the longest sequence has no more tokens.
+        tile: tuning of the plain kernel; without it the warp-specialised one runs where it can (sm_90, head_dim 64 or
+            128). Bits are the same.
         out, lse2: written if given.
 
     Returns:
@@ -162,6 +177,16 @@ def attention_varlen(
     for name, x in (("k", k), ("v", v)):
         _require(name, x, dtype, (len(q), k.shape[1], q.shape[2]))
     _require("starts", starts, torch.int32, (None,))
+    if tile is None and len(q) and len(starts) > 1 and max_length > 0 and _specialised(points, q):
+        from rlkernel.kernels.triton.launch_attention_hopper import varlen_hopper  # Gluon, on NVIDIA only
+
+        _require_heads(points, q.shape[1], k.shape[1], q.shape[2])
+        out = torch.empty_like(q) if out is None else out
+        lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse2 is None else lse2
+        _require("out", out, dtype, tuple(q.shape))
+        _require("lse2", lse2, torch.float32, tuple(q.shape[:2]))
+        varlen_hopper(q, k, v, starts, max_length, points, out, lse2)
+        return out, lse2
     return _forward(q, k, v, starts, None, None, max_length, max_length, points, tile, out, lse2)
 
 
@@ -243,7 +268,7 @@ def attention_decode(
     block_d = _require_heads(points, q_heads, kv_heads, depth)
     if max_splits < 1:
         raise ContractError(f"max_splits is {max_splits}; at least one split is decoded")
-    tile = tile or default_tile(points, "decode", 1)
+    tile = tile or default_tile(points, "decode", 1, depth)
     group = q_heads // kv_heads
     tile_rows = max(tile.rows, triton.next_power_of_2(group))
     out = torch.empty_like(q) if out is None else out
@@ -325,21 +350,26 @@ def attention_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not rows or not max_length or not sequences:
         return dq, dk, dv
+    if dq_tile is None and dkv_tile is None and _specialised(points, q):
+        from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper  # Gluon, on NVIDIA only
+
+        backward_hopper(dout, q, k, v, out, lse2, starts, max_length, points, dq, dk, dv)
+        return dq, dk, dv
     delta = torch.empty((rows, q_heads), dtype=torch.float32, device=q.device)
     backward_kernels.row_dots[(triton.cdiv(rows * q_heads, 128),)](
-        dout, out, delta, rows * q_heads, rows * q_heads, 1, D=depth, ROWS=128, num_warps=4, **_options()
+        dout, out, delta, rows * q_heads, D=depth, ROWS=128, num_warps=4, **_options()
     )
     fixed: dict[str, Any] = {
         "QH": q_heads, "KVH": kv_heads, "D": depth, "BLOCK_D": block_d, "MAC": points.mac,
         "KIND": points.weights_exp2, "NARROW": points.dtype == "bfloat16",
     }  # fmt: skip
-    tile = dkv_tile or default_tile(points, "dkv", max_length)
+    tile = dkv_tile or default_tile(points, "dkv", max_length, depth)
     backward_kernels.key_gradients[(sequences * kv_heads, triton.cdiv(max_length, tile.columns))](
         dout, q, k, v, lse2, delta, dk, dv, starts, points.scale, points.scale2,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **fixed, **_options(),
     )  # fmt: skip
-    tile = dq_tile or default_tile(points, "dq", max_length)
+    tile = dq_tile or default_tile(points, "dq", max_length, depth)
     backward_kernels.query_gradient[(sequences * q_heads, triton.cdiv(max_length, tile.rows))](
         dout, q, k, v, lse2, delta, dq, starts, sequences, points.scale, points.scale2,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -1,0 +1,608 @@
+"""The training forward of attention for sm_90 in Gluon: warp-specialised, the arithmetic of ``attention_forward``.
+
+One warp loads tiles by TMA; two groups of four warps compute 64 query rows each. A group starts the scores of the next
+key block before it multiplies the weights of this one with the values, so that the softmax overlaps with the matrix
+unit. Every sum keeps the order of the contract: nothing but the schedule differs from ``attention.py``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language import PropagateNan
+
+from rlkernel.contract import constants
+
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed it
+
+TILE = gl.constexpr(128)
+"""Query rows of an item."""
+KEYS = gl.constexpr(128)
+LANES = gl.constexpr(8)
+STAGES = gl.constexpr(2)
+_PROPAGATE = gl.constexpr(PropagateNan.ALL)
+_ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
+_ROUND_BITS = gl.constexpr(constants.ROUND_TO_INTEGER_BITS)
+_E1, _E2, _E3, _E4, _E5, _E6 = (gl.constexpr(value) for value in constants.EXP2_FULL[1:])
+_LOG2E = gl.constexpr(constants.LOG2E)
+_L_LOW = gl.constexpr(constants.LOG2_LOW)
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (gl.constexpr(value) for value in constants.LOG2_FULL)
+_SQRT_HALF_BITS = gl.constexpr(constants.SQRT_HALF_BITS)
+_SMALLEST_NORMAL = gl.constexpr(constants.SMALLEST_NORMAL)
+_TWO_TO_24 = gl.constexpr(constants.TWO_TO_24)
+
+
+@gluon.jit
+def _exp2_full(x):
+    # rlkernel.kernels.triton.primitives.exp2_full
+    low = gl.where(x < -126.0, -126.0, x)
+    inside = gl.where(low > 128.0, 128.0, low)
+    shifted = inside + _ROUND
+    r = inside - (shifted - _ROUND)
+    q = gl.fma(r, gl.full_like(x, _E6), gl.full_like(x, _E5))
+    q = gl.fma(r, q, gl.full_like(x, _E4))
+    q = gl.fma(r, q, gl.full_like(x, _E3))
+    q = gl.fma(r, q, gl.full_like(x, _E2))
+    q = gl.fma(r, q, gl.full_like(x, _E1))
+    p = gl.fma(r, q, gl.full_like(x, 1.0))
+    n = shifted.to(gl.int32, bitcast=True) - _ROUND_BITS
+    y = (p.to(gl.int32, bitcast=True) + (n << 23)).to(gl.float32, bitcast=True)
+    y = gl.where(x < -126.0, 0.0, y)
+    y = gl.where(x >= 128.0, float("inf"), y)
+    return gl.where(x == x, y, x)
+
+
+@gluon.jit
+def _log2_full(x):
+    # rlkernel.kernels.triton.primitives.log2_full
+    small = x < _SMALLEST_NORMAL
+    scaled = gl.where(small, x * _TWO_TO_24, x)
+    bits = scaled.to(gl.int32, bitcast=True)
+    e = (bits - _SQRT_HALF_BITS) >> 23
+    f = (bits - (e << 23)).to(gl.float32, bitcast=True) - 1.0
+    q = gl.fma(f, gl.full_like(x, _L9), gl.full_like(x, _L8))
+    q = gl.fma(f, q, gl.full_like(x, _L7))
+    q = gl.fma(f, q, gl.full_like(x, _L6))
+    q = gl.fma(f, q, gl.full_like(x, _L5))
+    q = gl.fma(f, q, gl.full_like(x, _L4))
+    q = gl.fma(f, q, gl.full_like(x, _L3))
+    q = gl.fma(f, q, gl.full_like(x, _L2))
+    q = gl.fma(f, q, gl.full_like(x, _L1))
+    q = gl.fma(f, q, gl.full_like(x, _L0))
+    low = f * gl.fma(f, q, gl.full_like(x, _L_LOW))
+    exponent = (e + gl.where(small, -24, 0)).to(gl.float32)
+    y = exponent + gl.fma(f, gl.full_like(x, _LOG2E), low)
+    y = gl.where(x == 0.0, float("-inf"), y)
+    y = gl.where(x < 0.0, float("nan"), y)
+    y = gl.where(x == float("inf"), float("inf"), y)
+    return gl.where(x == x, y, x)
+
+
+@gluon.jit
+def clear_rows(smem, present, HEIGHT: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Rows of a tile [HEIGHT, D] from ``present`` on become +0: they are another sequence's, and may hold NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
+    for first in gl.static_range(0, HEIGHT, 16):
+        if first + 16 > present:
+            part = smem.slice(first, 16)
+            values = part.load(L).to(gl.int16, bitcast=True)
+            part.store(gl.where((first + row < present)[:, None], values, 0).to(gl.int16).to(gl.bfloat16, bitcast=True))
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_PROPAGATE)
+
+
+@gluon.jit
+def _sum_of_two(a, b):
+    return a + b
+
+
+@gluon.jit
+def _chain_of_groups(values, total, CONTINUED: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    if COUNT == 1:
+        if CONTINUED:
+            result = total + values
+        else:
+            result = values
+    else:
+        halves = gl.permute(gl.reshape(values, (ROWS, 2, COUNT // 2 * LANES)), (0, 2, 1))
+        low, high = gl.split(halves)
+        result = _chain_of_groups(low, total, CONTINUED, COUNT // 2, ROWS)
+        result = _chain_of_groups(high, result, True, COUNT // 2, ROWS)
+    return result
+
+
+@gluon.jit
+def _lane_total(weights, layout: gl.constexpr, ROWS: gl.constexpr):
+    values = _chain_of_groups(weights, weights, False, KEYS // LANES, ROWS)
+    values = gl.reduce(gl.reshape(values, (ROWS, 4, 2)), 2, _sum_of_two)
+    values = gl.reduce(gl.reshape(values, (ROWS, 2, 2)), 2, _sum_of_two)
+    values = gl.reduce(gl.reshape(values, (ROWS, 1, 2)), 2, _sum_of_two)
+    return gl.convert_layout(gl.reshape(values, (ROWS,)), layout)
+
+
+@gluon.jit
+def _weights(x):
+    """``ex2.approx.ftz`` rounded to bf16, packed for the matrix unit -> (bf16, the same values as float32).
+
+    Written as one piece for two values, because a conversion of single values is four times as slow.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .f32 low, high;
+            ex2.approx.ftz.f32 low, $3;
+            ex2.approx.ftz.f32 high, $4;
+            cvt.rn.bf16x2.f32 $0, high, low;
+            shl.b32 $1, $0, 16;
+            and.b32 $2, $0, 0xffff0000;
+        }
+        """,
+        "=r,=r,=r,r,r",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _softmax(s, m, l, scale2, fresh, limit, MASKED: gl.constexpr, ROWS: gl.constexpr, S: gl.constexpr):
+    """Scores of one block -> bf16 weights, new maximum, factor, new row sum. ``fresh``: first block of a split."""
+    rows: gl.constexpr = gl.SliceLayout(1, S)
+    s = s * scale2
+    hidden = s
+    if MASKED:
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        hidden = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
+    m = gl.where(fresh, float("-inf"), m)
+    l = gl.where(fresh, 0.0, l)
+    new = _larger(m, gl.reduce(hidden, 1, _larger))
+    alpha = _exp2_full(m - new)
+    alpha = gl.where(m == float("-inf"), gl.where(new == new, 0.0, new), alpha)
+    x = s - new[:, None]
+    if MASKED:
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        x = gl.where(column[None, :] <= limit[:, None], x, float("-inf"))
+    p, wide = _weights(x)
+    total = gl.fma(l, alpha, _lane_total(wide, rows, ROWS))
+    return p, new, alpha, total
+
+
+@gluon.jit
+def _item(index, sequences, tiles, starts, QH: gl.constexpr):
+    """First row and rows of a sequence, head and first row of an item: the longest tiles of all sequences first.
+
+    Programs take items forth and back, which balances them.
+    """
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    number = index * programs + gl.where(index % 2 == 0, place, programs - 1 - place)
+    per_tile = sequences * QH
+    inside = number < tiles * per_tile
+    sequence = gl.where(inside, number % per_tile // QH, 0)
+    begin = gl.load(starts + sequence)
+    count = gl.load(starts + sequence + 1) - begin
+    first_row = (tiles - 1 - number // per_tile) * TILE
+    return begin, gl.where(inside, count, 0), number % QH, first_row
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, starts,
+    sequences, tiles, rounds, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
+    MODE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: queries of every item, then its key blocks, keys before values."""
+    ROWS: gl.constexpr = 16 * WARPS
+    done = 0
+    k_step = 0
+    v_step = 0
+    for index in range(0, rounds):
+        begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
+        if first_row < count:
+            mbarrier.wait(q_empty, (done & 1) ^ 1)
+            mbarrier.expect(q_full, TILE * D * 2)
+            for group in gl.static_range(TILE // ROWS):
+                load_tile(q_desc, [begin + first_row + group * ROWS, head * D], q_full, q_smem.index(group))
+            done += 1
+            blocks = first_row // KEYS + 1
+            column = head // (QH // KVH) * D
+            if MODE == 1:
+                if blocks > SPLIT_BLOCKS:
+                    for block in range(0, blocks):
+                        stage = k_step % STAGES
+                        mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
+                        mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+                        load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
+                        k_step += 1
+            for block in range(0, blocks):
+                stage = k_step % STAGES
+                mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
+                mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+                load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
+                k_step += 1
+                stage = v_step % STAGES
+                mbarrier.wait(v_empty.index(stage), ((v_step // STAGES) & 1) ^ 1)
+                mbarrier.expect(v_full.index(stage), KEYS * D * 2)
+                load_tile(v_desc, [begin + block * KEYS, column], v_full.index(stage), v_smem.index(stage))
+                v_step += 1
+
+
+@gluon.jit
+def _own(x, D: gl.constexpr, WARPS: gl.constexpr):
+    """An accumulator [16 * WARPS, D] as [D / 4, 64 * WARPS]: the same registers, threads side by side."""
+    parts = gl.reshape(x, (WARPS, 2, 8, D // 8, 4, 2))
+    return gl.reshape(gl.permute(parts, (3, 1, 0, 2, 4, 5)), (D // 4, 64 * WARPS))
+
+
+@gluon.jit
+def _finish_split(
+    split,
+    m,
+    l,
+    acc,
+    largest,
+    total,
+    o_smem,
+    my_stash,
+    my_rows,
+    places,
+    local,
+    D: gl.constexpr,
+    MODE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Put the result of a split that is not the last aside."""
+    ROWS: gl.constexpr = 16 * WARPS
+    if MODE == 0:
+        gl.store(my_stash + split * (ROWS * D) + places, acc)
+        gl.store(my_rows + split * (2 * ROWS) + local, m)
+        gl.store(my_rows + split * (2 * ROWS) + ROWS + local, l)
+        largest = _larger(largest, m)
+    else:
+        new = largest
+        if MODE == 2:
+            new = _larger(largest, m)
+            a = _exp2_full(largest - new)
+            a = gl.where(largest == float("-inf"), gl.where(new == new, 0.0, new), a)
+            total = total * a
+        w = _exp2_full(m - new)
+        total = gl.fma(l, w, total)
+        part = _own(acc, D, WARPS)
+        wide, _ = gl.broadcast(gl.convert_layout(w, gl.SliceLayout(1, acc.type.layout))[:, None], acc)
+        wide = _own(wide, D, WARPS)
+        if split == 0:
+            o_smem.store(gl.fma(part, wide, gl.zeros_like(part)))
+        else:
+            before = o_smem.load(part.type.layout)
+            if MODE == 2:
+                factor, _ = gl.broadcast(gl.convert_layout(a, gl.SliceLayout(1, acc.type.layout))[:, None], acc)
+                before = before * _own(factor, D, WARPS)
+            o_smem.store(gl.fma(part, wide, before))
+        largest = new
+    return largest, total
+
+
+@gluon.jit
+def _next_block(
+    block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full, k_empty, v_full,
+    v_empty, my_stash, my_rows, places, local, limit, scale2, MASKED: gl.constexpr, D: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+):  # fmt: skip
+    """Start the scores of ``block``; weights of the block before times its values; softmax of ``block`` meanwhile."""
+    ROWS: gl.constexpr = 16 * WARPS
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    zero = gl.zeros((ROWS, KEYS), gl.float32, S)
+    stage = k_step % STAGES
+    v_stage = v_step % STAGES
+    s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), (v_step // STAGES) & 1)
+    acc = warpgroup_mma(
+        gl.convert_layout(p, P), v_smem.index(v_stage), acc, use_acc=(block - 1) % SPLIT_BLOCKS != 0, is_async=True
+    )
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    fresh = block % SPLIT_BLOCKS == 0
+    p, next_m, alpha, next_l = _softmax(s, m, l, scale2, fresh, limit, MASKED, ROWS, S)
+    # what the next step waits for, already here: ptxas moves the softmax behind the wait for the matrix unit unless a
+    # branch stands between them
+    if MASKED:  # the last block of an item
+        mbarrier.wait(v_full.index((v_step + 1) % STAGES), ((v_step + 1) // STAGES) & 1)
+    else:
+        mbarrier.wait(k_full.index((k_step + 1) % STAGES), ((k_step + 1) // STAGES) & 1)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    if fresh:
+        largest, total = _finish_split(
+            block // SPLIT_BLOCKS - 1,
+            m,
+            l,
+            acc,
+            largest,
+            total,
+            o_smem,
+            my_stash,
+            my_rows,
+            places,
+            local,
+            D,
+            MODE,
+            WARPS,
+        )
+    else:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    return p, next_m, next_l, acc, largest, total
+
+
+@gluon.jit
+def _largest_score(
+    k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS: gl.constexpr, S: gl.constexpr
+):
+    """The largest visible score of every row: the maximum of the products, scaled (scaling keeps the order)."""
+    ROWS: gl.constexpr = 16 * WARPS
+    zero = gl.zeros((ROWS, KEYS), gl.float32, S)
+    largest = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    for block in range(0, blocks):
+        stage = k_step % STAGES
+        mbarrier.wait(k_full.index(stage), (k_step // STAGES) & 1)
+        s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if block == blocks - 1:
+            column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+            s = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
+        largest = _larger(largest, gl.reduce(s, 1, _larger))
+        k_step += 1
+    return largest * scale2, k_step
+
+
+@gluon.jit
+def _compute(
+    group: gl.constexpr, q_smem, k_smem, v_smem, o_smems, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
+    stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH: gl.constexpr, D: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: 64 rows of every item."""
+    ROWS: gl.constexpr = 16 * WARPS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    rows_s: gl.constexpr = gl.SliceLayout(1, S)
+    rows_o: gl.constexpr = gl.SliceLayout(1, O)
+    local = gl.arange(0, ROWS, layout=rows_s)
+    local_o = gl.arange(0, ROWS, layout=rows_o)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
+    places = local_o[:, None] * D + d[None, :]
+    owner = (gl.program_id(0) * (TILE // ROWS) + group).to(gl.int64) * stash_splits
+    my_stash = stash + owner * (ROWS * D)
+    my_rows = stash_rows + owner * (2 * ROWS)
+    queries = q_smem.index(group)
+    o_smem = o_smems.index(group)
+    limit = group * ROWS + local  # last visible key of an item's last block
+    done = 0
+    k_step = 0
+    v_step = 0
+    for index in range(0, rounds):
+        begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
+        if first_row < count:
+            blocks = first_row // KEYS + 1
+            mbarrier.wait(q_full, done & 1)
+            done += 1
+            largest = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
+            if MODE == 1:
+                if blocks > SPLIT_BLOCKS:
+                    largest, k_step = _largest_score(
+                        k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS, S
+                    )
+            stage = k_step % STAGES
+            mbarrier.wait(k_full.index(stage), (k_step // STAGES) & 1)
+            zero = gl.zeros((ROWS, KEYS), gl.float32, S)
+            s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            k_step += 1
+            m = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
+            l = gl.zeros((ROWS,), gl.float32, rows_s)
+            total = l
+            acc = gl.zeros((ROWS, D), gl.float32, O)
+            if blocks == 1:
+                p, m, first_alpha, l = _softmax(s, m, l, scale2, True, limit, True, ROWS, S)
+                mbarrier.wait(v_full.index(v_step % STAGES), (v_step // STAGES) & 1)
+            else:
+                p, m, first_alpha, l = _softmax(s, m, l, scale2, True, limit, False, ROWS, S)
+                mbarrier.wait(k_full.index(k_step % STAGES), (k_step // STAGES) & 1)
+                for block in range(1, blocks - 1):
+                    p, m, l, acc, largest, total = _next_block(
+                        block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
+                        k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, False, D,
+                        SPLIT_BLOCKS, MODE, WARPS, S, O,
+                    )  # fmt: skip
+                    k_step += 1
+                    v_step += 1
+                p, m, l, acc, largest, total = _next_block(
+                    blocks - 1, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
+                    k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, True, D, SPLIT_BLOCKS,
+                    MODE, WARPS, S, O,
+                )  # fmt: skip
+                k_step += 1
+                v_step += 1
+            mbarrier.arrive(q_empty, count=1)
+            stage = v_step % STAGES
+            if first_row + TILE > count:
+                clear_rows(v_smem.index(stage), count - first_row, KEYS, D, WARPS)
+                fence_async_shared()
+            acc = warpgroup_mma(
+                gl.convert_layout(p, P), v_smem.index(stage), acc, use_acc=(blocks - 1) % SPLIT_BLOCKS != 0,
+                is_async=True,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            v_step += 1
+            row_s = first_row + group * ROWS + local
+            row = first_row + group * ROWS + local_o
+            target = out + ((begin + row).to(gl.int64) * QH + head)[:, None] * D + d[None, :]
+            if MODE == 0:
+                largest = _larger(largest, m)
+                result = gl.zeros((ROWS, D), gl.float32, O)
+                for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
+                    part = gl.load(my_stash + split * (ROWS * D) + places)
+                    part_m = gl.load(my_rows + split * (2 * ROWS) + local)
+                    part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
+                    w = _exp2_full(part_m - largest)
+                    total = gl.fma(part_l, w, total)
+                    wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
+                    result = gl.fma(part, wide, result)
+                w = _exp2_full(m - largest)
+                total = gl.fma(l, w, total)
+                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
+                result = gl.fma(acc, wide, result)
+                wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], result)
+                result = gl.div_rn(result, wide)
+                gl.store(target, result.to(gl.bfloat16), mask=(row < count)[:, None])
+            else:
+                new = _larger(largest, m)  # what it is already, where the largest score was found first
+                a = _exp2_full(largest - new)
+                a = gl.where(largest == float("-inf"), gl.where(new == new, 0.0, new), a)
+                if MODE == 2:
+                    total = total * a
+                w = _exp2_full(m - new)
+                largest = new
+                total = gl.fma(l, w, total)
+                part = _own(acc, D, WARPS)
+                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], acc)
+                wide = _own(wide, D, WARPS)
+                if blocks <= SPLIT_BLOCKS:
+                    result = gl.fma(part, wide, gl.zeros_like(part))
+                else:
+                    before = o_smem.load(part.type.layout)
+                    if MODE == 2:
+                        factor, _ = gl.broadcast(gl.convert_layout(a, rows_o)[:, None], acc)
+                        before = before * _own(factor, D, WARPS)
+                    result = gl.fma(part, wide, before)
+                wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], acc)
+                result = gl.div_rn(result, _own(wide, D, WARPS)).to(gl.bfloat16)
+                inside, _ = gl.broadcast((row < count)[:, None], acc)
+                gl.store(_own(target, D, WARPS), result, mask=_own(inside, D, WARPS))
+            gl.store(lse2 + (begin + row_s).to(gl.int64) * QH + head, largest + _log2_full(total), mask=row_s < count)
+
+
+@gluon.jit(do_not_specialize=["sequences", "tiles", "rounds", "stash_splits"])
+def attention_forward_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse2,
+    stash,
+    stash_rows,
+    starts,
+    sequences,
+    tiles,
+    rounds,
+    stash_splits,
+    scale2,
+    QH: gl.constexpr,
+    KVH: gl.constexpr,
+    D: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr,
+    MODE: gl.constexpr,
+    WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Causal attention of whole packed sequences, bf16, head_dim 64 or 128.
+
+    Args:
+        q_desc: TMA descriptor of q as [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of k and v as [N, KVH * D] in
+            tiles [128, D].
+        out: [N, QH, D]; ``lse2``: float32 [N, QH].
+        stash: float32 [programs, 2, stash_splits, 64, D]; ``stash_rows``: float32 [programs, 2, stash_splits, 2, 64].
+        starts: int32 [sequences + 1]; ``tiles``: tiles of 128 rows of the longest sequence.
+        rounds: items of a program.
+        SPLIT_BLOCKS: key blocks of a split.
+        MODE: where results of splits wait for the largest maximum: 0 global memory, 1 nowhere (it is found first).
+    """
+    ROWS: gl.constexpr = 16 * WARPS
+    GROUPS: gl.constexpr = TILE // ROWS
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if MODE == 0:
+        o_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 32], gl.SwizzledSharedLayout(2, 1, 1, [1, 0]))
+    else:
+        o_smem = gl.allocate_shared_memory(
+            gl.float32, [GROUPS, D // 4, 64 * WARPS], gl.SwizzledSharedLayout(2, 1, 1, [1, 0])
+        )
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (
+                        gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (
+                        gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                    ),
+                ),
+                (
+                    _compute,
+                    (
+                        gl.constexpr(1), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
