@@ -155,8 +155,7 @@ class Problem:
         self, gemm: Gemm, tuning: BackwardTuning | None, parts: int, shards: int | None = None
     ) -> list[Tensor]:
         """dx and the continued weight gradient, rows given in so many calls."""
-        tile = HeadTile(32, 128, 16, 2, 8, 4, 2) if self.mac == "fma" else None
-        found, grad, pieces = self.statistics("triton", tile=tile), self.running.clone(), []
+        found, grad, pieces = self.statistics("triton", product_tile=SMALL), self.running.clone(), []
         size = len(self.x) // parts
         for first in range(0, len(self.x), size):
             rows = slice(first, first + size)
@@ -218,13 +217,12 @@ def gradients() -> Iterator[Case]:
 
 def portable() -> Iterator[Case]:
     tuning = BackwardTuning(256, 128, SMALL, SMALL, SMALL)
-    tile = HeadTile(32, 128, 16, 2, 8, 4, 2)
     for dtype, shards, temperature in (("float32", 2, 0.7), ("bfloat16", 1, 1.0)):
         for name in ("normal", "zeros"):
             problem = Problem(name, 40, 72, 700, shards, temperature, "portable", dtype)
             yield Case(
                 f"portable {dtype} {shards}", f"{name}, statistics",
-                lambda p=problem: outputs(p.statistics("triton", tile=tile)), problem.forward,
+                lambda p=problem: outputs(p.statistics("triton", product_tile=SMALL, chunk=256)), problem.forward,
             )  # fmt: skip
             yield Case(
                 f"portable {dtype} {shards} backward", f"{name}, gradients",

@@ -14,7 +14,8 @@ from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton import logprob as kernels
 from rlkernel.kernels.triton import logprob_merge
-from rlkernel.kernels.triton.launch import MultiplyAccumulate, _options
+from rlkernel.kernels.triton.launch import MultiplyAccumulate, Tile, _options
+from rlkernel.kernels.triton.launch import gemm as plain_gemm
 
 if TYPE_CHECKING:
     from rlkernel.kernels.triton.launch_logprob_hopper import HopperHeadTile
@@ -187,6 +188,7 @@ def linear_logprob(
     hopper_tile: HopperHeadTile | None = None,
     leaf_tile: LeafTile | None = None,
     merge_tile: MergeTile | None = None,
+    product_tile: Tile | None = None,
     chunk: int = CHUNK,
 ) -> DeviceRowStatistics:
     """Statistics of logits ``div(chain over H (x, w), temperature)`` that are never in memory as a whole.
@@ -198,7 +200,8 @@ def linear_logprob(
         shards: T of the definition, the largest claimed tensor-parallel degree; a power of two.
         mac: ``fma`` is the portable chain, ``matrix`` that of the GPU's bf16 matrix unit.
         gemm: ``triton`` makes the statistics in the GEMM's epilogue; ``hopper`` (sm_90, ``matrix``) beside the GEMM;
-            ``vendor`` lets cuBLASLt write ``chunk`` columns of logits at a time (R * chunk * 4 bytes).
+            ``vendor`` lets cuBLASLt write ``chunk`` columns of logits at a time (R * chunk * 4 bytes). So does
+            ``triton`` with ``fma``, by the plain GEMM with ``product_tile``.
 
     Returns:
         DeviceRowStatistics of R rows. Besides them 28 * R * V / 128 bytes are used (and a chunk).
@@ -210,8 +213,8 @@ def linear_logprob(
     require_shards(shards)
     rows, vocabulary = len(x), len(w)
     partials = Partials(rows, triton.cdiv(vocabulary, VOCABULARY_LEAF), x.device)
-    if rows and gemm == "triton":
-        _fused(x, w, targets, temperature, mac, partials, tile or HeadTile())
+    if rows and gemm == "triton" and mac == "matrix":
+        fused_leaves(x, w, targets, temperature, partials, tile or HeadTile())
     elif rows and gemm == "hopper":
         from rlkernel.kernels.triton.launch_logprob_hopper import hopper_leaves  # Gluon: on sm_90 alone
 
@@ -219,31 +222,28 @@ def linear_logprob(
             raise ContractError(f"gemm='hopper' is the matrix unit's chain, not {mac!r}; choose gemm='triton'")
         hopper_leaves(x, w, targets, division(temperature), partials, hopper_tile)
     elif rows:
-        require_vendor(x, mac)
+        if gemm == "vendor":
+            require_vendor(x, mac)
         if chunk % VOCABULARY_LEAF or chunk < 1:
             raise ContractError(f"a chunk of {chunk} columns is not a multiple of a leaf's {VOCABULARY_LEAF}")
         z = torch.empty(rows * min(chunk, vocabulary), dtype=torch.float32, device=x.device)
         for first, last in column_chunks(vocabulary, chunk):
             part = z[: rows * (last - first)].view(rows, last - first)
-            vendor_logits(x, w[first:last], part)
+            if gemm == "vendor":
+                vendor_logits(x, w[first:last], part)
+            else:
+                plain_gemm(x, w[first:last], mac=mac, out_dtype=torch.float32, out=part, tile=product_tile)
             logits_leaves(part, targets, temperature, partials, first // VOCABULARY_LEAF, leaf_tile or LeafTile())
     return merge(partials, vocabulary, shards, merge_tile or MergeTile())
 
 
-def _fused(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    temperature: float,
-    mac: MultiplyAccumulate,
-    partials: Partials,
-    tile: HeadTile,
-) -> None:
+def fused_leaves(x: Tensor, w: Tensor, targets: Tensor, temperature: float, partials: Partials, tile: HeadTile) -> None:
+    """Partial results of x [R, H] and w [V, H], made in the epilogue of their product."""
     if tile.block_n not in (128, 256):
         raise ContractError(f"block_n of the head is {tile.block_n}; a tile holds one or two leaves: 128 or 256")
     (rows, depth), vocabulary = x.shape, len(w)
     even = depth % tile.block_k == 0
-    if mac == "matrix" and torch.version.hip and not even:
+    if torch.version.hip and not even:
         raise ContractError(
             f"H = {depth} is no multiple of block_k {tile.block_k}: on this GPU a step of padding turns an "
             "accumulator of -0 into +0; choose a block_k that divides it"
@@ -263,7 +263,6 @@ def _fused(
         0.0,
         0,
         DIVISION=how,
-        WIDEN=mac == "fma",
         EVEN=even,
         MASKED=vocabulary % VOCABULARY_LEAF != 0,
         BLOCK_M=tile.block_m,

@@ -1,4 +1,8 @@
-"""Starts the linear log-probability's backward on torch tensors of a GPU. Tuning and ``gemm`` change no bit."""
+"""Starts the linear log-probability's backward on torch tensors of a GPU. Tuning and ``gemm`` change no bit.
+
+The gradient of the logits exists for a chunk of the vocabulary at a time. The input's gradient is a chain over the
+vocabulary that continues from chunk to chunk, the weight's one over rows that continues from call to call.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton import logprob_gradient as kernels
 from rlkernel.kernels.triton.launch import MultiplyAccumulate, Tile, _options
+from rlkernel.kernels.triton.launch import gemm as plain_gemm
 from rlkernel.kernels.triton.launch_logprob import (
     DeviceRowStatistics,
     Gemm,
@@ -41,66 +46,6 @@ class BackwardTuning:
     weights: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
     rows: int = 4
     block: int = 1024
-
-
-def continued_chain(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    mac: MultiplyAccumulate,
-    begin: Tensor | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
-    """``out = cast(chain over k of a[m, k] * b[k, n])``, continuing ``begin`` where it is given.
-
-    Args:
-        a: [M, K] of any strides that are not 0; ``b``: [K, N], C-contiguous, of the same dtype.
-        out: [M, N], C-contiguous: float32, or the dtype that the chain's end is rounded to.
-        begin: float32 [M, N], C-contiguous; may be ``out``.
-
-    Raises:
-        ContractError: operands that do not fit each other.
-    """
-    tile = tile or Tile()
-    (m, k), n = a.shape, b.shape[1]
-    if b.shape[0] != k or a.dtype != b.dtype or not b.is_contiguous() or not out.is_contiguous() or out.shape != (m, n):
-        raise ContractError(
-            f"a continued chain takes a [M, K], b [K, N] and out [M, N] of one dtype, b and out C-contiguous; they are "
-            f"{a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} and {list(out.shape)}"
-        )
-    if begin is not None and (begin.dtype != torch.float32 or begin.shape != (m, n) or not begin.is_contiguous()):
-        raise ContractError(f"a chain begins at C-contiguous float32 [{m}, {n}], not {begin.dtype} {list(begin.shape)}")
-    even = k % tile.block_k == 0
-    if mac == "matrix" and torch.version.hip and not even:
-        raise ContractError(
-            f"K = {k} is no multiple of block_k {tile.block_k}: on this GPU a step of padding turns an accumulator of "
-            "-0 into +0; choose a block_k that divides it"
-        )
-    if m and n:
-        kernels.continued[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
-            a,
-            b,
-            out if begin is None else begin,
-            out,
-            m,
-            n,
-            k,
-            a.stride(0),
-            a.stride(1),
-            0.0,
-            START=begin is not None,
-            WIDEN=mac == "fma",
-            EVEN=even,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            GROUP_M=tile.group_m,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **_options(),
-        )
-    return out
 
 
 def linear_logprob_backward(
@@ -193,41 +138,30 @@ class _Work:
 
     def shard(self, first: int, last: int, out: Tensor) -> Tensor:
         """Gradients of the columns [first, last): the weight's in place, the input's leaf into ``out``."""
+        if first == last:
+            return out.zero_()
         chunk = self.tuning.chunk
         whole = last - first <= chunk
         leaf = out if whole or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        if first == last:
-            return out.zero_()
         for begin, end in _chunks(first, last, chunk):
             dz = self._logits_gradient(begin, end)
-            self._weight(dz, begin, end)
-            rows = self.w[begin:end]
-            if self.gemm == "hopper":
-                from rlkernel.kernels.triton.launch_logprob_hopper import hopper_input_gradient
+            self._product(dz, self.x, self.grad_w[begin:end], True, not self.fresh, self.tuning.weights)
+            self._product(dz, self.w[begin:end], leaf, False, begin > first, self.tuning.inputs)
+        return out if leaf is out else out.copy_(leaf)
 
-                hopper_input_gradient(dz, rows, out if whole else leaf, begin > first)
-                if end == last and not whole and leaf is not out:
-                    out.copy_(leaf)
-            elif whole and self.gemm == "vendor":
-                _vendor(dz, rows, out)
-            else:
-                target = out if end == last else leaf
-                start = None if begin == first else leaf
-                continued_chain(dz, rows, target, mac=self.mac, begin=start, tile=self.tuning.inputs)
-        return out
-
-    def _weight(self, dz: Tensor, first: int, last: int) -> None:
-        out = self.grad_w[first:last]
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, depth_first: bool, continues: bool, tile: Tile) -> None:
+        """``out`` = the chain of a [M, K] (or [K, M], ``depth_first``) and b [K, N], continued if it ``continues``."""
+        if self.gemm == "vendor" and not continues:
+            left = a.T if depth_first else a
+            torch.mm(left, b, out=out) if out.dtype == a.dtype else torch.mm(left, b, out_dtype=out.dtype, out=out)
+            return
+        given = {"grad": out} if continues else {"out": out, "out_dtype": out.dtype}
         if self.gemm == "hopper":
-            from rlkernel.kernels.triton.launch_logprob_hopper import hopper_weight_gradient
+            from rlkernel.kernels.triton.launch_hopper import gemm_hopper  # Gluon: on sm_90 alone
 
-            hopper_weight_gradient(dz, self.x, out, not self.fresh)
-        elif self.fresh and self.gemm == "vendor":
-            _vendor(dz.T, self.x, out)
+            gemm_hopper(a, b, a_depth_first=depth_first, b_depth_first=True, **given)
         else:
-            continued_chain(
-                dz.T, self.x, out, mac=self.mac, begin=None if self.fresh else out, tile=self.tuning.weights
-            )
+            plain_gemm(a, b, mac=self.mac, a_depth_first=depth_first, b_depth_first=True, tile=tile, **given)
 
     def _logits_gradient(self, first: int, last: int) -> Tensor:
         x, tuning, rows = self.x, self.tuning, len(self.x)
@@ -292,13 +226,6 @@ class _Work:
 def _chunks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
     for begin in range(first, last, size):
         yield begin, min(last, begin + size)
-
-
-def _vendor(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if out.dtype == torch.float32:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(a, b, out=out)
 
 
 def _require(

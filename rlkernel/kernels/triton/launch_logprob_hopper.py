@@ -13,7 +13,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.errors import ContractError
 from rlkernel.kernels.triton.launch import compiler_options
-from rlkernel.kernels.triton.launch_hopper import gemm_hopper
 from rlkernel.kernels.triton.logprob_gradient_hopper import linear_gradient_hopper
 from rlkernel.kernels.triton.logprob_hopper import linear_leaves_hopper
 
@@ -153,19 +152,3 @@ def hopper_gradient(
         num_warps=tile.num_warps,
         **compiler_options("cuda"),
     )
-
-
-def hopper_input_gradient(dz: torch.Tensor, w: torch.Tensor, out: torch.Tensor, continues: bool) -> None:
-    """``out`` [R, H] = the chain over v of dz [R, C] and w [C, H]; float32 out is continued where ``continues``."""
-    if continues:
-        gemm_hopper(dz, w, b_depth_first=True, grad=out)
-    else:
-        gemm_hopper(dz, w, b_depth_first=True, out=out, out_dtype=out.dtype)
-
-
-def hopper_weight_gradient(dz: torch.Tensor, x: torch.Tensor, out: torch.Tensor, continues: bool) -> None:
-    """``out`` float32 [C, H] = the chain over rows of dz [R, C] and x [R, H], continued where ``continues``."""
-    if continues:
-        gemm_hopper(dz, x, a_depth_first=True, b_depth_first=True, grad=out)
-    else:
-        gemm_hopper(dz, x, a_depth_first=True, b_depth_first=True, out=out, out_dtype=torch.float32)

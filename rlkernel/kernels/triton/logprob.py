@@ -57,7 +57,6 @@ def linear_leaves(
     zero,
     nothing,
     DIVISION: tl.constexpr,
-    WIDEN: tl.constexpr,
     EVEN: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -69,10 +68,10 @@ def linear_leaves(
     """Logits of a tile, one chain over K each, and what a leaf's statistics need of them.
 
     Args:
-        x: [R, K]; ``w``: [V, K], one dtype, float32 or bfloat16; ``targets``: int64 [R].
+        x: [R, K]; ``w``: [V, K], bfloat16; ``targets``: int64 [R].
         maxima, sums, moments: float32 [leaves, R]; ``lanes``: int64 [2, leaves, R]; ``chosen``: float32 [R].
         zero: float32 +0, where chains start; ``nothing``: int32 0 (see logprob_leaf).
-        WIDEN: operands to float32 before the multiplication: a chain of fma. EVEN: K is a multiple of BLOCK_K.
+        EVEN: K is a multiple of BLOCK_K; else the last step is filled up with zeros.
         MASKED: V is no multiple of 128. BLOCK_N: 128 or 256.
     """
     PARTS: tl.constexpr = BLOCK_N // 128
@@ -102,13 +101,6 @@ def linear_leaves(
         else:
             a = tl.load(x_rows + index[None, :], mask=(index < K)[None, :], other=0.0)
             b = tl.load(w_rows + index[:, None], mask=(index < K)[:, None], other=0.0)
-        if WIDEN:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-            if not EVEN:
-                # beyond the end a is -0 and b +0: fma(-0, +0, acc) is acc (see gemm)
-                sign = tl.where(index < K, 0, -0x80000000).to(tl.int32)
-                a = (a.to(tl.int32, bitcast=True) | sign[None, :]).to(tl.float32, bitcast=True)
         acc = tl.dot(a, b, acc, input_precision="ieee")
 
     ROWS: tl.constexpr = BLOCK_M * PARTS

@@ -1,9 +1,4 @@
-"""Gradient of the linear log-probability in Triton: d logits from recomputed logits, and chains that continue.
-
-The gradient of the logits exists for a chunk of the vocabulary at a time. The input's gradient is a chain over the
-vocabulary that continues from chunk to chunk, the weight's one over rows that continues from call to call: both are
-``continued``, a GEMM whose accumulator starts at what is in memory.
-"""
+"""Gradient of the logits in Triton, from logits that are computed again: they never exist as a whole."""
 
 from __future__ import annotations
 
@@ -129,67 +124,3 @@ def linear_gradient(
     value = _gradient(divided(acc, temperature, DIVISION), hot, top, log_sum, c)
     at = row.to(tl.int64)[:, None] * columns + v[None, :]
     tl.store(dz + at, value.to(dz.dtype.element_ty), mask=present[:, None] & (v < columns)[None, :])
-
-
-@triton.jit
-def continued(
-    a,
-    b,
-    begin,
-    c,
-    M,
-    N,
-    K,
-    a_row,
-    a_k,
-    zero,
-    START: tl.constexpr,
-    WIDEN: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """``c = cast(one chain over k of a[m, k] * b[k, n])`` that continues ``begin`` (START), or starts at +0.
-
-    Args:
-        a: element [m, k] at ``m * a_row + k * a_k``; ``b``: [K, N], C-contiguous.
-        begin: float32 [M, N], may be c itself; ``c``: [M, N], its dtype is that of the cast.
-        zero: float32 +0. EVEN: K is a multiple of BLOCK_K; else the last step is filled up with zeros.
-    """
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)
-    group_size = min(tiles_m - group * GROUP_M, GROUP_M)
-    place = tl.program_id(0) % (GROUP_M * tiles_n)
-    rows = (group * GROUP_M + place % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (place // group_size) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ri, ci = rows < M, columns < N
-    k = tl.arange(0, BLOCK_K)
-    a_rows = a + rows.to(tl.int64)[:, None] * a_row
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    if START:
-        acc = tl.load(begin + at, mask=ri[:, None] & ci[None, :], other=0.0)
-    else:
-        acc = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
-    for start in range(0, K, BLOCK_K):
-        index = start + k
-        x_at = a_rows + index.to(tl.int64)[None, :] * a_k
-        y_at = b + index.to(tl.int64)[:, None] * N + columns[None, :]
-        if EVEN:
-            x = tl.load(x_at, mask=ri[:, None], other=0.0)
-            y = tl.load(y_at, mask=ci[None, :], other=0.0)
-        else:
-            ki = index < K
-            x = tl.load(x_at, mask=ri[:, None] & ki[None, :], other=0.0)
-            y = tl.load(y_at, mask=ki[:, None] & ci[None, :], other=0.0)
-        if WIDEN:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-            if not EVEN:
-                # beyond the end a is -0 and b +0: fma(-0, +0, acc) is acc (see gemm)
-                sign = tl.where(index < K, 0, -0x80000000).to(tl.int32)
-                x = (x.to(tl.int32, bitcast=True) | sign[None, :]).to(tl.float32, bitcast=True)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
-    tl.store(c + at, acc.to(c.dtype.element_ty), mask=ri[:, None] & ci[None, :])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rlkernel.kernels.triton.logprob_hopper import (
     _LOG2E,
+    _barrier,
     _divided,
     _exp2_of_difference,
     _loader,
@@ -61,7 +62,7 @@ def _differentiator(
             place = dz + row.to(gl.int64)[:, None] * N + v[None, :]
             gl.store(place, value.to(dz.dtype.element_ty), mask=present[:, None] & (v < N)[None, :])
         # every warp has read before one thread says so
-        gl.thread_barrier()
+        _barrier()
         mbarrier.arrive(taken.index(0))
 
 

@@ -22,6 +22,7 @@ from rlkernel.contract import constants
 
 # renamed after Triton 3.6
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _LOG2E = gl.constexpr(constants.LOG2E)
 _ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
@@ -94,7 +95,7 @@ def _multiplier(
         mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
         gl.store(own, total)
         # every warp has written before one thread says so
-        gl.thread_barrier()
+        _barrier()
         mbarrier.arrive(made.index(0))
 
 
@@ -248,7 +249,7 @@ def _statistician(
             gl.store(sums + at, s, mask=real_leaf)
             gl.store(moments + at, u, mask=real_leaf)
         # every warp has read before one thread says so
-        gl.thread_barrier()
+        _barrier()
         mbarrier.arrive(taken.index(0))
 
 

@@ -29,7 +29,6 @@ from rlkernel.reference.regions import continued, output
 WORKERS = Workers(1)
 MERGE = MergeTile(rows=16, block=4, unroll=2)
 SMALL = Tile(32, 128, 32, 2, 1, 1)  # few, wide programs: an operation of the interpreter costs the same for any size
-TILE = HeadTile(32, 128, 64, 2, 32, 1, 1)
 FIELDS = ("max", "log_sum", "logprob", "entropy")
 MODEL = ModelConfig(
     family="llama",
@@ -120,7 +119,9 @@ def test_statistics_in_the_epilogue(
     targets = torch.randint(0, columns, (rows,), generator=generator)
     z = (x.double() @ w.double().T).float().numpy()  # integers: exact in any order
     with np.errstate(all="ignore"):
-        found = launch.linear_logprob(x, w, targets, temperature, shards, "fma", tile=tile, merge_tile=MERGE)
+        partials = launch.Partials(rows, -(-columns // 128), x.device)
+        launch.fused_leaves(x, w, targets, temperature, partials, tile)
+        found = launch.merge(partials, columns, shards, MERGE)
     assert not any(differing(found, on_cpu(z, temperature, targets.numpy(), shards)).values())
     z[rows // 2, columns // 2] += 1
     assert any(differing(found, on_cpu(z, temperature, targets.numpy(), shards)).values())
@@ -163,7 +164,9 @@ def test_gradients(rows: int, depth: int, columns: int, shards: int, chunk: int)
 
     tuning = BackwardTuning(chunk, 128, SMALL, SMALL, SMALL)
     with np.errstate(all="ignore"):
-        found = launch.linear_logprob(x, w, targets, temperature, shards, "fma", tile=TILE, merge_tile=MERGE)
+        found = launch.linear_logprob(
+            x, w, targets, temperature, shards, "fma", chunk=chunk, product_tile=SMALL, merge_tile=MERGE
+        )
         arguments = (x, w, found, targets, coefficient, temperature, shards)
         grad = running.clone()
         assert torch.equal(linear_logprob_backward(*arguments, grad, "fma", tuning=tuning), dx)
@@ -181,7 +184,7 @@ def test_rows_in_two_calls_continue_one_chain() -> None:
     targets, coefficient = torch.arange(20), torch.ones(20)
     tuning = BackwardTuning(128, 128, SMALL, SMALL, SMALL)
     with np.errstate(all="ignore"):
-        found = launch.linear_logprob(x, w, targets, 1.0, 1, "fma", tile=TILE, merge_tile=MERGE)
+        found = launch.linear_logprob(x, w, targets, 1.0, 1, "fma", product_tile=SMALL, merge_tile=MERGE)
         whole, parts = torch.ones((300, 40)), torch.ones((300, 40))
         dx = linear_logprob_backward(x, w, found, targets, coefficient, 1.0, 1, whole, "fma", tuning=tuning)
         pieces = []
@@ -210,4 +213,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(ContractError, match="without split-K"):
         launch.linear_logprob(x.bfloat16(), w.bfloat16(), targets, 1.0, 1, "matrix", gemm="vendor")
     with pytest.raises(ContractError, match="one or two leaves"):
-        launch.linear_logprob(x, w, targets, 1.0, 1, "fma", tile=HeadTile(block_n=64))
+        launch.linear_logprob(x.bfloat16(), w.bfloat16(), targets, 1.0, 1, "matrix", tile=HeadTile(block_n=64))
