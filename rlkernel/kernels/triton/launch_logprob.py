@@ -76,6 +76,9 @@ class MergeTile:
     num_warps: int = 4
 
 
+FMA_TILE = Tile(64, 64, 32, 8, 4, 2)
+"""Of products that are chains of fma, which the compiler unrolls."""
+
 CHUNK = 8448
 """Columns of logits that the vendor's GEMM writes at a time: 33 tiles of 256, 8 waves of 132 multiprocessors."""
 
@@ -164,6 +167,17 @@ def _splits(matmul: object) -> bool:
     return bool(split)
 
 
+def best_gemm(x: Tensor, w: Tensor, mac: MultiplyAccumulate) -> Gemm:
+    """The fastest kernels that take x [R, H] and w [V, H]: ``hopper`` on sm_90 where the TMA can read them.
+
+    For the backward the vocabulary must be a multiple of 8 too.
+    """
+    if mac != "matrix" or torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "triton"
+    aligned = all(operand.data_ptr() % 16 == 0 for operand in (x, w)) and x.shape[1] % 8 == 0 and len(w) % 8 == 0
+    return "hopper" if aligned else "triton"
+
+
 def vendor_logits(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
     """``out[:] = x @ w.T`` in float32 by cuBLASLt."""
     return torch.mm(x, w.T, out_dtype=torch.float32, out=out)
@@ -232,7 +246,8 @@ def linear_logprob(
             if gemm == "vendor":
                 vendor_logits(x, w[first:last], part)
             else:
-                plain_gemm(x, w[first:last], mac=mac, out_dtype=torch.float32, out=part, tile=product_tile)
+                own = product_tile or (FMA_TILE if mac == "fma" else Tile())
+                plain_gemm(x, w[first:last], mac=mac, out_dtype=torch.float32, out=part, tile=own)
             logits_leaves(part, targets, temperature, partials, first // VOCABULARY_LEAF, leaf_tile or LeafTile())
     return merge(partials, vocabulary, shards, merge_tile or MergeTile())
 

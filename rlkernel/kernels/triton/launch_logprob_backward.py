@@ -19,6 +19,7 @@ from rlkernel.kernels.triton import logprob_gradient as kernels
 from rlkernel.kernels.triton.launch import MultiplyAccumulate, Tile, _options
 from rlkernel.kernels.triton.launch import gemm as plain_gemm
 from rlkernel.kernels.triton.launch_logprob import (
+    FMA_TILE,
     DeviceRowStatistics,
     Gemm,
     division,
@@ -84,7 +85,10 @@ def linear_logprob_backward(
     Raises:
         ContractError: operands, a temperature, shards or tuning that do not fit, or a vendor's GEMM that is not set up.
     """
-    tuning = tuning or BackwardTuning()
+    if tuning is None:
+        tuning = (
+            BackwardTuning() if mac == "matrix" else BackwardTuning(logits=FMA_TILE, inputs=FMA_TILE, weights=FMA_TILE)
+        )
     require_head(x, w, targets, mac)
     require_shards(shards)
     _require(x, w, statistics, coefficient, grad_w, tuning)
