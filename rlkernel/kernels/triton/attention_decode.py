@@ -105,11 +105,12 @@ def decode_merge(
 
     Args:
         out: [S, QH, D]; ``lse2``: float32 [S, QH]; HEADS: of one program. A sequence that sees no key gets zeros and
-            lse2 = -inf.
+            lse2 = -inf. The grid has one dimension: sequences, then parts of HEADS heads.
     """
-    sequence = tl.program_id(1).to(tl.int64)
+    PARTS: tl.constexpr = (QH + HEADS - 1) // HEADS
+    sequence = (tl.program_id(0) // PARTS).to(tl.int64)
     position = tl.load(positions + sequence)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
     present = head < QH
     inside = present[:, None] & (d < D)[None, :]
@@ -127,9 +128,7 @@ def decode_merge(
         value = tl.load(part + places[:, None] * D + d[None, :], mask=inside, other=0.0)
         result = tl.fma(value, tl.broadcast_to(w[:, None], (HEADS, BLOCK_D)), result)
     wide = tl.broadcast_to(total[:, None], (HEADS, BLOCK_D))
-    value = tl.div_rn(result, wide)
-    if used <= 0:
-        value = result
+    value = tl.where(used > 0, tl.div_rn(result, wide), result)
     tl.store(out + (sequence * QH + head)[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=inside)
     tl.store(lse2 + sequence * QH + head, largest + log2_full(total), mask=present)
 

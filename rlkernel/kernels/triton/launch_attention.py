@@ -287,7 +287,7 @@ def attention_decode(
         SPLIT=points.split, num_warps=tile.num_warps, num_stages=tile.num_stages, **_options(),
     )  # fmt: skip
     heads = min(8, triton.next_power_of_2(q_heads))
-    decode_kernels.decode_merge[(triton.cdiv(q_heads, heads), sequences)](
+    decode_kernels.decode_merge[(triton.cdiv(q_heads, heads) * sequences,)](
         part, part_m, part_l, out, lse2, positions, max_splits,
         QH=q_heads, D=depth, BLOCK_D=block_d, HEADS=heads, SPLIT=points.split, num_warps=4, **_options(),
     )  # fmt: skip

@@ -173,11 +173,16 @@ class GcnMachine:
     def _load_scalar(self, w: WaveState, i: Instruction) -> None:
         target, base, offset = i.operands
         _, first, count = register_range(target)
-        index = (w.scalar(base, 2) - _KERNARG + int(offset, 0)) // 4
-        if not 0 <= index <= len(self._kernarg) - count:
-            raise NotModelled("a scalar load outside of the kernel's arguments")
-        for number in range(count):
-            w.s[first + number] = self._kernarg[index + number]
+        address = w.scalar(base, 2) + int(offset, 0)
+        index = (address - _KERNARG) // 4
+        if 0 <= index <= len(self._kernarg) - count:
+            for number in range(count):
+                w.s[first + number] = self._kernarg[index + number]
+            return
+        # a buffer of integers: scalar registers carry no symbols, so that a float read this way proves nothing
+        words = self.buffers.memory.load(np.array([address]), count, np.array([True]))
+        for number, word in enumerate(words):
+            w.s[first + number] = int(word.bits[0])
 
     # --- memory -------------------------------------------------------------------------------------------------
 

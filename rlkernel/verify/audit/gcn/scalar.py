@@ -40,6 +40,10 @@ def execute_scalar(wave: WaveState, opcode: str, operands: Sequence[str]) -> boo
     wide = 2 if kind.endswith("64") else 1
     if name.startswith("cmpk_") or name.startswith("cmp_"):
         return _compare(wave, name, kind, operands)
+    if name in ("bitcmp0", "bitcmp1"):
+        bit = wave.scalar(operands[0], wide) >> (wave.scalar(operands[1], 1) % (32 * wide)) & 1
+        wave.special["scc"] = int(bit == int(name[-1]))
+        return True
     if name in _BITWISE and kind in ("b32", "b64"):
         value = _BITWISE[name](wave.scalar(operands[1], wide), wave.scalar(operands[2], wide)) & ((1 << 32 * wide) - 1)
         wave.set_scalar(operands[0], value, wide)
