@@ -138,7 +138,7 @@ def forward(head: Head, record: Record, gemms: list[Gemm], sweep: bool) -> None:
 
 
 def _hopper_tiles() -> list[HopperHeadTile]:
-    return [HopperHeadTile(group_m=g, stages=s) for g, s in ((16, 6), (32, 6), (4, 6), (8, 5))]
+    return [HopperHeadTile(group_m=g, stages=s) for g, s in ((16, 5), (32, 5), (4, 5), (8, 4))]
 
 
 def backward(head: Head, record: Record, gemms: list[Gemm], sweep: bool) -> None:

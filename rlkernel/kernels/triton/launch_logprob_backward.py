@@ -28,6 +28,7 @@ from rlkernel.kernels.triton.launch_logprob import (
     require_vendor,
     vendor_logits,
 )
+from rlkernel.kernels.triton.tiles import HopperTile
 
 Tensor = torch.Tensor
 
@@ -45,6 +46,8 @@ class BackwardTuning:
     logits: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
     inputs: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
     weights: Tile = field(default_factory=lambda: Tile(128, 128, 64, 8, 4, 3))
+    hopper_inputs: HopperTile = field(default_factory=lambda: HopperTile(parts=2))
+    hopper_weights: HopperTile = field(default_factory=lambda: HopperTile(parts=2))
     rows: int = 4
     block: int = 1024
 
@@ -161,9 +164,12 @@ class _Work:
             return
         given = {"grad": out} if continues else {"out": out, "out_dtype": out.dtype}
         if self.gemm == "hopper":
-            from rlkernel.kernels.triton.launch_hopper import gemm_hopper  # Gluon: on sm_90 alone
+            from rlkernel.kernels.triton.launch_hopper import fitting, gemm_hopper  # Gluon: on sm_90 alone
 
-            gemm_hopper(a, b, a_depth_first=depth_first, b_depth_first=True, **given)
+            depth = a.shape[0] if depth_first else a.shape[1]
+            wanted = self.tuning.hopper_weights if depth_first else self.tuning.hopper_inputs
+            own = fitting(a, b, b.shape[1], out.element_size(), 1, depth, wanted)
+            gemm_hopper(a, b, a_depth_first=depth_first, b_depth_first=True, tile=own or wanted, **given)
         else:
             plain_gemm(a, b, mac=self.mac, a_depth_first=depth_first, b_depth_first=True, tile=tile, **given)
 

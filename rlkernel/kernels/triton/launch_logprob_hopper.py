@@ -30,7 +30,7 @@ class HopperHeadTile:
     block_n: int = 128
     block_k: int = 64
     group_m: int = 8
-    stages: int = 6
+    stages: int = 5
     registers: int = 128
     num_warps: int = 8
 
@@ -54,11 +54,10 @@ def hopper_leaves(
     """
     tile = tile or HopperHeadTile()
     (rows, depth), vocabulary = x.shape, len(w)
-    programs, workspace, operands = _operands(x, w, tile)
+    programs, operands = _operands(x, w, tile)
     how, factor = division
     linear_leaves_hopper[(programs,)](
         *operands,
-        workspace,
         targets,
         *partials.arguments(),
         rows,
@@ -83,8 +82,8 @@ def hopper_leaves(
 
 def _operands(
     x: torch.Tensor, w: torch.Tensor, tile: HopperHeadTile
-) -> tuple[int, torch.Tensor, tuple[TensorDescriptor, TensorDescriptor]]:
-    """Programs, their workspace, and x [M, K] and w [N, K] as the TMA reads them."""
+) -> tuple[int, tuple[TensorDescriptor, TensorDescriptor]]:
+    """Programs, and x [M, K] and w [N, K] as the TMA reads them."""
     depth = x.shape[1]
     for name, operand in (("x", x), ("w", w)):
         if operand.dtype != torch.bfloat16 or operand.data_ptr() % _ALIGNMENT or depth * 2 % _ALIGNMENT:
@@ -96,11 +95,9 @@ def _operands(
         raise ContractError(f"block_n of the head is {tile.block_n}; a tile holds one or two leaves: 128 or 256")
     tiles = triton.cdiv(len(x), tile.block_m) * triton.cdiv(len(w), tile.block_n)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
-    workspace = torch.empty((programs, tile.block_m, tile.block_n), dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout.get_default_for([tile.block_m, tile.block_k], gl.bfloat16)
     return (
         programs,
-        workspace,
         (
             TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k], layout),
             TensorDescriptor.from_tensor(w, [tile.block_n, tile.block_k], layout),
@@ -128,11 +125,10 @@ def hopper_gradient(
         ContractError: operands that the TMA does not take.
     """
     tile = tile or HopperHeadTile()
-    programs, workspace, operands = _operands(x, w, tile)
+    programs, operands = _operands(x, w, tile)
     how, factor = division
     linear_gradient_hopper[(programs,)](
         *operands,
-        workspace,
         *rows,
         dz,
         len(x),

@@ -31,24 +31,20 @@ def _exp2_full(x):
 
 @gluon.jit
 def _differentiator(
-    workspace, maxima, log_sums, targets, coefficients, dz, made, taken, M, N, first, count, programs, temperature,
+    logits, maxima, log_sums, targets, coefficients, dz, made, taken, M, N, first, count, programs, temperature,
     divisor, DIVISION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     # a thread holds 8 neighbouring columns of two rows
     ROWS: gl.constexpr = 2048 // BLOCK_N
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_N, BLOCK_N // 8], [4, 1], [1, 0])
-    own = workspace + gl.program_id(0) * (BLOCK_M * BLOCK_N)
     line = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    inner = line[:, None] * BLOCK_N + column[None, :]
     for tile in range(gl.program_id(0), count, programs):
         first_row, first_column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         mbarrier.wait(made.index(0), tile // programs & 1)
-        following = gl.load(own + inner)
-        for start in range(0, BLOCK_M, ROWS):
-            z = _divided(following, temperature, DIVISION)
-            following = gl.load(own + min(start + ROWS, BLOCK_M - ROWS) * BLOCK_N + inner)
-            row = first_row + start + line
+        for part in range(BLOCK_M // ROWS):
+            z = _divided(logits.index(part).load(layout), temperature, DIVISION)
+            row = first_row + part * ROWS + line
             v = first_column + column
             present = row < M
             top = gl.load(maxima + row, mask=present, other=0.0)
@@ -68,7 +64,7 @@ def _differentiator(
 
 @gluon.jit
 def linear_gradient_hopper(
-    a, b, workspace, maxima, log_sums, targets, coefficients, dz, M, N, K, first, programs, temperature, divisor,
+    a, b, maxima, log_sums, targets, coefficients, dz, M, N, K, first, programs, temperature, divisor,
     DIVISION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -76,13 +72,16 @@ def linear_gradient_hopper(
 
     Args:
         a, b: descriptors of x [M, K] in tiles of [BLOCK_M, BLOCK_K] and w [N, K] in tiles of [BLOCK_N, BLOCK_K].
-        workspace: float32 [programs, BLOCK_M, BLOCK_N]. The rest as for ``linear_gradient``.
+        The rest as for ``linear_gradient``.
     """
     unit: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 16]
     )
     a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    parted: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0])
+    ROWS: gl.constexpr = 2048 // BLOCK_N
+    logits = gl.allocate_shared_memory(gl.float32, [BLOCK_M // ROWS, ROWS, BLOCK_N], parted)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -100,14 +99,14 @@ def linear_gradient_hopper(
             (
                 _multiplier,
                 (
-                    workspace, a_tiles, b_tiles, full, empty, made, taken, M, N, tiles_k, count, programs, STAGES,
-                    BLOCK_M, BLOCK_N, GROUP_M, unit,
+                    logits, a_tiles, b_tiles, full, empty, made, taken, tiles_k, count, programs, STAGES,
+                    BLOCK_M, BLOCK_N, unit,
                 ),
             ),
             (
                 _differentiator,
                 (
-                    workspace, maxima, log_sums, targets, coefficients, dz, made, taken, M, N, first, count, programs,
+                    logits, maxima, log_sums, targets, coefficients, dz, made, taken, M, N, first, count, programs,
                     temperature, divisor, DIVISION, BLOCK_M, BLOCK_N, GROUP_M,
                 ),
             ),

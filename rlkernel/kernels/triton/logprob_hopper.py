@@ -1,9 +1,9 @@
 """The head's leaves for sm_90 in Gluon: loading, multiplying and statistics side by side in one program.
 
 As in :mod:`rlkernel.kernels.triton.gemm_hopper` one warp loads tiles through the TMA and eight multiply. They hand a
-finished tile of logits to four more through the program's part of a workspace, which stays in the L2 cache, and go on
-with the next tile while those make the leaves' statistics: integer and fp32 units work where otherwise only the matrix
-unit would. The statistics are those of :mod:`rlkernel.kernels.triton.logprob_leaf`, written for Gluon's layouts.
+finished tile of logits to four more through shared memory, and go on with the next tile while those make the leaves'
+statistics: integer and fp32 units work where otherwise only the matrix unit would. The statistics are those of
+:mod:`rlkernel.kernels.triton.logprob_leaf`, written for Gluon's layouts.
 """
 
 from __future__ import annotations
@@ -81,19 +81,18 @@ def _chain(acc, step, tiles, a_tiles, b_tiles, full, empty, STAGES: gl.constexpr
 
 @gluon.jit
 def _multiplier(
-    workspace, a_tiles, b_tiles, full, empty, made, taken, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, unit: gl.constexpr,
+    logits, a_tiles, b_tiles, full, empty, made, taken, tiles_k, count, programs, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, unit: gl.constexpr,
 ):  # fmt: skip
+    whole: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0])
+    tile_logits = logits._reinterpret(gl.float32, [BLOCK_M, BLOCK_N], whole)
     step = 0
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, unit))
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
-    own = workspace + gl.program_id(0) * (BLOCK_M * BLOCK_N) + rows[:, None] * BLOCK_N + columns[None, :]
     for tile in range(gl.program_id(0), count, programs):
         turn = tile // programs
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
         total, step = _chain(total, step, tiles_k, a_tiles, b_tiles, full, empty, STAGES)
         mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
-        gl.store(own, total)
+        tile_logits.store(total)
         # every warp has written before one thread says so
         _barrier()
         mbarrier.arrive(made.index(0))
@@ -182,32 +181,31 @@ def _leaves(outer, first_row, first_column, M, leaves, PARTS: gl.constexpr):
 
 @gluon.jit
 def _statistician(
-    workspace, targets, maxima, sums, moments, lanes, chosen, made, taken, M, N, leaves, count, programs,
+    logits, targets, maxima, sums, moments, lanes, chosen, made, taken, M, N, leaves, count, programs,
     temperature, nothing, DIVISION: gl.constexpr, MASKED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    # a thread holds 16 neighbouring columns, eight threads a leaf
+    # a thread holds 16 neighbouring columns, eight threads a leaf; neighbouring threads hold neighbouring rows, which
+    # the swizzle of the tile keeps apart in the banks of shared memory
     PARTS: gl.constexpr = BLOCK_N // 128
     ROWS: gl.constexpr = 16 // PARTS
     OUTER: gl.constexpr = ROWS * PARTS
-    loading: gl.constexpr = gl.BlockedLayout([1, 16], [4 // PARTS, 8 * PARTS], [4, 1], [1, 0])
+    loading: gl.constexpr = gl.BlockedLayout([1, 16], [4 // PARTS, 8 * PARTS], [4, 1], [0, 1])
     thread: gl.constexpr = gl.BlockedLayout([1, 8, 2], [32, 1, 1], [4, 1, 1], [2, 1, 0])
-    own = workspace + gl.program_id(0) * (BLOCK_M * BLOCK_N)
-    inner = gl.arange(0, ROWS, gl.SliceLayout(1, loading))[:, None] * BLOCK_N
-    inner = inner + gl.arange(0, BLOCK_N, gl.SliceLayout(0, loading))[None, :]
     for tile in range(gl.program_id(0), count, programs):
         turn = tile // programs
         first_row, first_column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         mbarrier.wait(made.index(0), turn & 1)
-        following = gl.load(own + inner)
-        for start in range(0, BLOCK_M, ROWS):
-            z = _divided(following, temperature, DIVISION)
-            following = gl.load(own + min(start + ROWS, BLOCK_M - ROWS) * BLOCK_N + inner)
+        for part in range(BLOCK_M // ROWS):
+            start = part * ROWS
+            z = _divided(logits.index(part).load(loading), temperature, DIVISION)
             z = gl.reshape(z, (OUTER, 8, 16))
             layout: gl.constexpr = z.type.layout
             outer = gl.arange(0, OUTER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
             lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
             c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+            row, leaf, real_leaf = _leaves(outer, first_row + start, first_column, M, leaves, PARTS)
+            target = gl.load(targets + row, mask=real_leaf, other=-1)
             # vocabulary ids of each thread's first column
             place = first_column + (outer % PARTS * 128)[:, None] + (lane * 16)[None, :]
             key = _order_key(z)
@@ -232,17 +230,17 @@ def _statistician(
             moment = gl.where(live, e * difference, 0.0)
             s, u = _tree_eight(_tree_last(e, OUTER, 16), _tree_last(moment, OUTER, 16), OUTER, thread)
 
-            row, leaf, real_leaf = _leaves(outer, first_row + start, first_column, M, leaves, PARTS)
             at = leaf.to(gl.int64) * M + row
             gl.store(maxima + at, top, mask=real_leaf)
             gl.store(lanes + at, d1, mask=real_leaf)
             gl.store(lanes + (leaf + leaves).to(gl.int64) * M + row, d2, mask=real_leaf)
-            target = gl.load(targets + row, mask=real_leaf, other=-1)
             offset = gl.where(target < N, target - leaf.to(gl.int64) * 128, -1).to(gl.int32)
             hit = (offset >= 0) & (offset < 128)
-            here = own + (start + outer // PARTS) * BLOCK_N + outer % PARTS * 128 + offset
-            value = gl.load(here, mask=hit, other=0.0)
-            gl.store(chosen + row, _divided(value, temperature, DIVISION), mask=hit)
+            if gl.max(hit.to(gl.int32), 0) != 0:  # few tiles hold a target
+                here = (lane * 16)[None, :, None] + c == offset[:, None, None]
+                # a sum of patterns, only one of them not 0: as floats a -0 would be lost
+                found = gl.sum(gl.sum(gl.where(here, z.to(gl.int32, bitcast=True), 0), 2), 1)
+                gl.store(chosen + row, found.to(gl.float32, bitcast=True), mask=hit)
             outer = gl.arange(0, OUTER, s.type.layout)
             row, leaf, real_leaf = _leaves(outer, first_row + start, first_column, M, leaves, PARTS)
             at = leaf.to(gl.int64) * M + row
@@ -255,7 +253,7 @@ def _statistician(
 
 @gluon.jit
 def linear_leaves_hopper(
-    a, b, workspace, targets, maxima, sums, moments, lanes, chosen, M, N, K, leaves, programs, temperature, nothing,
+    a, b, targets, maxima, sums, moments, lanes, chosen, M, N, K, leaves, programs, temperature, nothing,
     DIVISION: gl.constexpr, MASKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
@@ -264,14 +262,17 @@ def linear_leaves_hopper(
 
     Args:
         a, b: descriptors of x [M, K] in tiles of [BLOCK_M, BLOCK_K] and w [N, K] in tiles of [BLOCK_N, BLOCK_K].
-        workspace: float32 [programs, BLOCK_M, BLOCK_N]. The rest as for ``linear_leaves``, with R = M and V = N.
         nothing: int32 0. BLOCK_N: 128 or 256. REGISTERS: of a thread that makes statistics.
+        The rest as for ``linear_leaves``, with R = M and V = N.
     """
     unit: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 16]
     )
     a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    parted: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0])
+    ROWS: gl.constexpr = 2048 // BLOCK_N
+    logits = gl.allocate_shared_memory(gl.float32, [BLOCK_M // ROWS, ROWS, BLOCK_N], parted)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -289,14 +290,14 @@ def linear_leaves_hopper(
             (
                 _multiplier,
                 (
-                    workspace, a_tiles, b_tiles, full, empty, made, taken, M, N, tiles_k, count, programs, STAGES,
-                    BLOCK_M, BLOCK_N, GROUP_M, unit,
+                    logits, a_tiles, b_tiles, full, empty, made, taken, tiles_k, count, programs, STAGES,
+                    BLOCK_M, BLOCK_N, unit,
                 ),
             ),
             (
                 _statistician,
                 (
-                    workspace, targets, maxima, sums, moments, lanes, chosen, made, taken, M, N, leaves, count,
+                    logits, targets, maxima, sums, moments, lanes, chosen, made, taken, M, N, leaves, count,
                     programs, temperature, nothing, DIVISION, MASKED, BLOCK_M, BLOCK_N, GROUP_M,
                 ),
             ),
