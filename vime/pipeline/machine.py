@@ -86,6 +86,14 @@ def check_device(loaded: LoadedPipeline) -> list[Problem]:
     return []
 
 
+def check_kernels(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
+    """The attention kernels of a GPU take heads in whole steps of their matrix products."""
+    if loaded.pipeline.device == "cpu" or config.head_dim % 16 == 0:
+        return []
+    message = f"the model's head_dim = {config.head_dim} is no multiple of 16, which attention on a GPU needs"
+    return [loaded.problem("device", message)]
+
+
 def _memory(device: str) -> tuple[str, int]:
     """What holds weights and KV cache, in words, and its bytes."""
     if device == "cuda" and torch.cuda.is_available():

@@ -13,7 +13,14 @@ from vime.pipeline.combinations import check_combinations
 from vime.pipeline.functions import FILTER, REWARD, SOURCE, FunctionProblem, Signature, UserFunction, load_function
 from vime.pipeline.graph import Graph
 from vime.pipeline.loading import LoadedPipeline
-from vime.pipeline.machine import check_device, check_disk, check_memory, check_run_directory, check_threads
+from vime.pipeline.machine import (
+    check_device,
+    check_disk,
+    check_kernels,
+    check_memory,
+    check_run_directory,
+    check_threads,
+)
 from vime.pipeline.model import resolve_model
 from vime.pipeline.problems import PipelineError, Problem
 from vime.pipeline.prompts import call_source, check_rows, prompt_sets
@@ -104,6 +111,7 @@ def prepare(loaded: LoadedPipeline, *, new_run: bool = True) -> Prepared:
         attempt(lambda: check_model_sizes(loaded, resolved))
         attempt(lambda: check_sequence_sizes(loaded, resolved.config, sets.longest))
         attempt(lambda: check_memory(loaded, resolved.config, sets.longest))
+        attempt(lambda: check_kernels(loaded, resolved.config))
         attempt(lambda: check_disk(loaded, resolved.config))
     attempt(lambda: check_threads(loaded))
     attempt(lambda: check_device(loaded))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ from rlkernel.ops.composition import Candidate, Composition, compose, cpu_candid
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.admission.first_use import with_first_use_checks
+from rlkernel.verify.admission.sources import cpu_toolchain, specification_digest
 from rlkernel.verify.admission.store import Admitted, ensure_certificates
 from rlkernel.verify.evidence import Evidence
 from vime.rollout.native.engine import KVFactory
@@ -32,6 +33,35 @@ Numerics = Literal["exact", "native"]
 Tensors = Mapping[str, torch.Tensor]
 
 
+class WeightMemory:
+    """Makes an engine's copies of weights.
+
+    Args:
+        make: logical tensors -> weights, a copy.
+        reuses: whether a version takes the memory of the one before the served one.
+    """
+
+    def __init__(self, make: Callable[[Tensors], Any], *, reuses: bool) -> None:
+        self._make, self._reuses = make, reuses
+        self._made: list[Any] = []
+        self._served: Any = None
+
+    def copy(self, tensors: Tensors) -> Any:
+        """Weights that are not the served ones. Raises ModelError as ``make``."""
+        free = [weights for weights in self._made if weights is not self._served]
+        if free:
+            free[0].update(tensors)
+            return free[0]
+        weights = self._make(tensors)
+        if self._reuses:
+            self._made.append(weights)
+        return weights
+
+    def serve(self, weights: Any) -> None:
+        """These weights are served from now on: their memory is not written before others are."""
+        self._served = weights
+
+
 class Place(Protocol):
     """One kind of device. ``step`` names what computes each region of case ``optimizer_step``."""
 
@@ -41,7 +71,14 @@ class Place(Protocol):
         """Region kind -> implementation of a model's forward and backward."""
 
     def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
-        """What a side is deployed as: implementations, source digests, versions, device."""
+        """What a side is deployed as: implementations, source digests, versions, device, what admits its kernels."""
+
+    def admitted(self, contract: Contract, numerics: Numerics, workers: Workers) -> Admitted:
+        """Certificates of everything that a side computes with; those that are missing here are made now.
+
+        Raises:
+            AdmissionRefused: an implementation's bits are not the contract's.
+        """
 
     def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
         """Implementations that are admitted for every region and case.
@@ -62,6 +99,9 @@ class Place(Protocol):
     ) -> ModelRunner:  # fmt: skip
         """A runner over those weights."""
 
+    def slots(self, make: Callable[[Tensors], Any]) -> WeightMemory:
+        """Where an engine keeps the weights that ``make`` copies for it: the served and the staged ones."""
+
     def pages(self, dtype: str) -> KVFactory:
         """Makes an engine's KV pages."""
 
@@ -80,15 +120,21 @@ class CpuPlace:
 
     def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
         """With the processor as device."""
-        return describe_deployment(self.implementations(numerics), sources)
+        found = describe_deployment(self.implementations(numerics), sources)
+        return found if numerics != "exact" else {**found, "admission": _bound_to("cpu", cpu_toolchain())}
+
+    def admitted(self, contract: Contract, numerics: Numerics, workers: Workers) -> Admitted:
+        """Of the CPU kernels, made in seconds. The ``native`` arm keeps no contract: nothing is admitted for it."""
+        if numerics != "exact":
+            return Admitted((), ())
+        candidates = [(candidate.region, candidate.op) for candidate in cpu_candidates()]
+        return ensure_certificates(contract, [*candidates, *step_candidates()], workers)
 
     def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
-        """Certificates that are missing here are made now, in seconds, and kept; first uses are checked on live
-        operands. The ``native`` arm keeps no contract: nothing is admitted for it."""
+        """First uses are checked on live operands."""
         if numerics != "exact":
             return without_certificates("native")
-        candidates = [(candidate.region, candidate.op) for candidate in cpu_candidates()]
-        admitted = ensure_certificates(contract, [*candidates, *step_candidates()], workers)
+        admitted = self.admitted(contract, numerics, workers)
         composition = compose(contract, admitted.certificates)
         evidence.facts["certificates"] = _told(admitted)
         return with_first_use_checks(composition, contract, evidence)
@@ -112,6 +158,10 @@ class CpuPlace:
             weights.definition, weights, composition, evidence, dtype=contract.dtype, tp=contract.topology.tp,
             workers=workers, max_position=max_position,
         )  # fmt: skip
+
+    def slots(self, make: Callable[[Tensors], Any]) -> WeightMemory:
+        """New memory for every version."""
+        return WeightMemory(make, reuses=False)
 
     def pages(self, dtype: str) -> KVFactory:
         """float32 in both dtypes."""
@@ -153,20 +203,31 @@ class GpuPlace:
         name = str(self.device)
         own = {"rlkernel.kernels.triton": digest_of_modules(SOURCES), **sources}
         found = describe_deployment(self.implementations(numerics), own)
-        found["device"] = {"kind": "gpu", "target": device_target(name), **dict(torch_toolchain(name))}
-        return found
+        target, toolchain = device_target(name), torch_toolchain(name)
+        found["device"] = {"kind": "gpu", "target": target, **dict(toolchain)}
+        return {**found, "admission": _bound_to(target, toolchain)}
 
-    def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
-        """Admitted on this GPU, with its compiler; certificates that are missing here are made now and kept."""
+    def admitted(self, contract: Contract, numerics: Numerics, workers: Workers) -> Admitted:
+        """Of the GPU's kernels, with its compiler, and of the loss, which the CPU computes."""
+        return self._admitted(self._faced(contract), contract, workers)
+
+    def _faced(self, contract: Contract) -> tuple[tuple[str, Any], ...]:
         from rlkernel.verify.admission.device import device_candidates
 
-        faced = device_candidates(contract, self.device)
-        admitted = ensure_certificates(contract, faced, workers, target=faced[0][1].target)
-        host = ensure_certificates(contract, [pair for pair in step_candidates() if pair[0] == "loss"], workers)
+        return device_candidates(contract, self.device)
+
+    def _admitted(self, faced: tuple[tuple[str, Any], ...], contract: Contract, workers: Workers) -> Admitted:
+        own = ensure_certificates(contract, faced, workers, target=faced[0][1].target)
+        loss = ensure_certificates(contract, [pair for pair in step_candidates() if pair[0] == "loss"], workers)
+        notes = dict.fromkeys((*own.notes, *loss.notes))
+        return Admitted((*own.certificates, *loss.certificates), (*own.made, *loss.made), tuple(notes))
+
+    def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
+        """Admitted on this GPU."""
+        faced = self._faced(contract)
+        admitted = self._admitted(faced, contract, workers)
         chosen = compose(contract, admitted.certificates, [Candidate(region, op) for region, op in faced])
-        evidence.facts["certificates"] = _told(
-            Admitted((*admitted.certificates, *host.certificates), (*admitted.made, *host.made))
-        )
+        evidence.facts["certificates"] = _told(admitted)
         faced_ops: dict[str, Any] = dict(chosen.ops)
         ops = {kind: op.op for kind, op in faced_ops.items()}
         return Composition("exact", ops, chosen.head.op, chosen.certificates)
@@ -189,6 +250,10 @@ class GpuPlace:
 
         return DeviceRunner(weights.definition, weights, composition, evidence, contract, max_position=max_position)
 
+    def slots(self, make: Callable[[Tensors], Any]) -> WeightMemory:
+        """Two sets that take turns, so that graphs that were captured over one stay valid."""
+        return WeightMemory(make, reuses=True)
+
     def pages(self, dtype: str) -> KVFactory:
         """On the GPU, in the contract's dtype."""
         from rlkernel.ops.weights import DTYPES
@@ -204,10 +269,19 @@ class GpuPlace:
 
 
 def _told(admitted: Admitted) -> dict[str, Any]:
+    of: dict[str, list[str]] = {}
+    for c in admitted.certificates:
+        of.setdefault(f"{c.region}/{c.implementation}", []).append(c.digest())
     return {
-        "of": {f"{c.region}/{c.implementation}": c.digest() for c in admitted.certificates},
+        "of": of,
         "made_at_first_use": sorted({c.region for c in admitted.made}),
+        "notes": list(admitted.notes),
     }
+
+
+def _bound_to(target: str, toolchain: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """What certificates on this machine are bound to, beside the sources: another one of these makes them void."""
+    return {"target": target, "toolchain": dict(toolchain), "specification": specification_digest()}
 
 
 def place_of(device: str) -> Place:

@@ -78,13 +78,14 @@ def pipeline_contract(pipeline: Pipeline, config: ModelConfig) -> Contract:
     )
 
 
-def _numerics(name: str) -> Numerics:
+def side_numerics(name: str) -> Numerics:
+    """``exact`` or ``native``, as the pipeline spells it."""
     return "exact" if name == "exact" else "native"
 
 
 def side_deployment(numerics: str, sources: Mapping[str, str], device: str = "cpu") -> dict[str, Any]:
     """What an embedded side is deployed as: implementations, source digests, versions, device."""
-    return place_of(device).deployment(_numerics(numerics), sources)
+    return place_of(device).deployment(side_numerics(numerics), sources)
 
 
 def side_identities(contract: Contract, numerics: str, extra: Mapping[str, str], device: str = "cpu") -> Identities:
@@ -104,7 +105,7 @@ def engine_sources() -> dict[str, str]:
 def side_declaration(contract: Contract, numerics: str, side: str, device: str = "cpu") -> Declaration:
     """What an embedded side may run: every entry of the contract in its cases, by its composition."""
     place = place_of(device)
-    implementations = place.implementations(_numerics(numerics))
+    implementations = place.implementations(side_numerics(numerics))
     if side == "trainer":
         every = {**implementations, **place.step}
         return declare(contract, "the trainer", TRAINER_CASES, every, every_occurrence=True)
@@ -145,7 +146,7 @@ class SideSpecification:
         training: bool,
     ) -> ModelRunner:
         """A runner over a copy of the tensors."""
-        contract, kind = pipeline_contract(self.pipeline, self.config), _numerics(numerics)
+        contract, kind = pipeline_contract(self.pipeline, self.config), side_numerics(numerics)
         return self.place.runner(
             contract,
             self.weights(tensors, numerics, workers, training=training),
@@ -158,7 +159,7 @@ class SideSpecification:
     def weights(self, tensors: Mapping[str, torch.Tensor], numerics: str, workers: Workers, *, training: bool) -> Any:
         """A copy of the tensors in the form that the side's kernels read."""
         contract, definition = pipeline_contract(self.pipeline, self.config), define_model(self.config)
-        return self.place.weights(contract, definition, tensors, _numerics(numerics), workers, training=training)
+        return self.place.weights(contract, definition, tensors, side_numerics(numerics), workers, training=training)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for an engine in another process."""
@@ -197,14 +198,16 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
     contract = pipeline_contract(side.pipeline, side.config)
     evidence = Evidence(engine_id)
     runners: list[ModelRunner] = []
+    memory = side.place.slots(lambda tensors: side.weights(tensors, numerics, workers, training=False))
 
     def model(weights: Any) -> Any:
         # tables are made once; each commit binds them to other weights
         if not runners:
-            composition = side.place.composition(contract, _numerics(numerics), workers, evidence)
+            composition = side.place.composition(contract, side_numerics(numerics), workers, evidence)
             runners.append(
                 side.place.runner(contract, weights, composition, evidence, workers, max_position=side.longest_sequence)
             )
+        memory.serve(weights)
         return runners[0].with_weights(weights)
 
     config = side.config
@@ -213,7 +216,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
         identities=side_identities(contract, numerics, engine_sources(), side.pipeline.device),
         kv_shape=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
         vocab_size=config.vocab_size,
-        weights_factory=lambda tensors: side.weights(tensors, numerics, workers, training=False),
+        weights_factory=memory.copy,
         model_factory=model,
         detokenize=tokenizer.decode,
         evidence=evidence,

@@ -7,8 +7,8 @@ from dataclasses import fields
 import torch
 
 from rlkernel.kernels.triton import launch_sampling
-from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics, HeadTile, linear_logprob
-from rlkernel.kernels.triton.launch_logprob_backward import BackwardTuning, linear_logprob_backward
+from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics, best_gemm, linear_logprob
+from rlkernel.kernels.triton.launch_logprob_backward import linear_logprob_backward
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys
 from rlkernel.models.definition import Region
 from rlkernel.ops.device import linear
@@ -16,8 +16,6 @@ from rlkernel.ops.device.host import DeviceHost
 
 Tensor = torch.Tensor
 _LOGITS = 1 << 28  # elements of float32 logits that exist at a time: 1 GiB
-_FMA_HEAD = HeadTile(block_m=16, block_k=16)
-_FMA_BACKWARD = BackwardTuning(logits=linear.FMA_TILE, inputs=linear.FMA_TILE, weights=linear.FMA_TILE)
 
 
 class LinearLogprob:
@@ -75,23 +73,24 @@ class LinearLogprob:
         mac, name = linear.multiply_accumulate(wgrad), region.weights[0]
         w, buffer = host.weights.matrix(region), host.gradients.buffer(name)
         found = statistics or _statistics(x, targets, temperature, w, host)
-        tuning = _FMA_BACKWARD if mac == "fma" else None
         starts = (0, len(x)) if host.row_starts is None else host.row_starts
         keep = linear.places_of_whole_steps(wgrad, starts, x.device)
         if keep is None:
             return linear_logprob_backward(
-                x, w, found, targets, coefficient, temperature, host.tp, buffer, mac, tuning=tuning
+                x, w, found, targets, coefficient, temperature, host.tp, buffer, mac, gemm=best_gemm(x, w, mac)
             )
         # rows between whole steps are zeros with coefficient 0, so that their gradients are zeros
         rows, ids, c = (linear.spread(value, keep) for value in (x, targets, coefficient))
         filled = DeviceRowStatistics(**{f.name: linear.spread(getattr(found, f.name), keep) for f in fields(found)})
-        dx = linear_logprob_backward(rows, w, filled, ids, c, temperature, host.tp, buffer, mac, tuning=tuning)
+        dx = linear_logprob_backward(
+            rows, w, filled, ids, c, temperature, host.tp, buffer, mac, gemm=best_gemm(x, w, mac)
+        )
         return dx[keep.rows]
 
 
 def _statistics(x: Tensor, targets: Tensor, temperature: float, w: Tensor, host: DeviceHost) -> DeviceRowStatistics:
     mac = linear.multiply_accumulate(host.points("lm_head"))
-    return linear_logprob(x, w, targets, temperature, host.tp, mac, tile=_FMA_HEAD if mac == "fma" else None)
+    return linear_logprob(x, w, targets, temperature, host.tp, mac, gemm=best_gemm(x, w, mac))
 
 
 def joined(parts: list[DeviceRowStatistics]) -> DeviceRowStatistics:

@@ -39,9 +39,17 @@ class DeviceBatch:
 class DeviceKVState(Protocol):
     """Paged keys and values: ``block_table`` int32 [S, B], ``slots`` int64 [N], both on the device."""
 
-    page_size: int
-    block_table: torch.Tensor
-    slots: torch.Tensor
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32 [S, B]."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [N]; a negative one is not written."""
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) of a layer, each [P, page, KVH, D] in the activations' dtype."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
 
 from rlkernel.contract.points import SixPoints
 from rlkernel.contract.profiles import FMA
+from rlkernel.kernels.products import PADDED_ROWS, Products
 from rlkernel.kernels.triton import launch
 from rlkernel.kernels.triton.launch import MultiplyAccumulate
+from rlkernel.kernels.vendor.admission import AdmissionTable
 
 FMA_TILE = launch.Tile(64, 64, 16, 8, 4, 3)
+"""Of the portable chain: small, since every fma of a tile is an instruction of its own."""
 
 
 def multiply_accumulate(points: SixPoints) -> MultiplyAccumulate:
@@ -20,26 +24,50 @@ def multiply_accumulate(points: SixPoints) -> MultiplyAccumulate:
     return "fma" if points.primitive("mac") == FMA else "matrix"
 
 
+@cache
+def products(device: torch.device) -> Products:
+    """The matrix unit's products on a device. cuBLASLt runs in the shapes that :func:`admit` found equal."""
+    return Products("matrix", device, admissions=None if torch.version.hip else AdmissionTable())
+
+
+def admit(points: SixPoints, rows: int, w: torch.Tensor, out_dtype: torch.dtype) -> None:
+    """Compare cuBLASLt with the own chain for ``rows`` rows times w [N, K], once, so that it may run where it is equal.
+
+    It waits for the host, and does nothing for a product that is no single chain of the matrix unit.
+    """
+    if multiply_accumulate(points) == "fma" or torch.version.hip or points.split.leaves > 1:
+        return
+    found, name = products(w.device), str(out_dtype).removeprefix("torch.")
+    (n, k), padded = w.shape, max(rows, PADDED_ROWS)
+    if "was not compared" in found.describe("forward", rows, n, k, out=name).why:
+        found.admit("forward", padded, n, k, name)
+
+
 def forward(
     points: SixPoints, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``cast(add(tree over leaves of chain(x, w), bias))``: x [T, K], w [N, K], bias [N] -> [T, N]."""
     mac, leaves = multiply_accumulate(points), points.split.leaves
-    tile = tile_of(mac, x.shape[1] // leaves)
-    return launch.gemm(x, w, mac=mac, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
+    if mac == "fma":
+        return launch.gemm(x, w, mac=mac, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=FMA_TILE)
+    return products(x.device).forward(x, w, leaves=leaves, bias=bias, out_dtype=out_dtype)
 
 
-def dgrad(points: SixPoints, dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """``cast(tree over leaves of chain over N (dy, w))``: dy [T, N], w [N, K] -> [T, K]."""
+def dgrad(points: SixPoints, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``cast(tree over leaves of chain over N (dy, w))``: dy [T, N], w [N, K] -> [T, K] in the dtype of dy."""
     mac, leaves = multiply_accumulate(points), points.split.leaves
-    tile = tile_of(mac, dy.shape[1] // leaves)
-    return launch.gemm(dy, w, mac=mac, leaves=leaves, b_depth_first=True, out_dtype=out_dtype, tile=tile)
+    if mac == "fma":
+        return launch.gemm(dy, w, mac=mac, leaves=leaves, b_depth_first=True, tile=FMA_TILE)
+    return products(dy.device).dgrad(dy, w, leaves=leaves)
 
 
 def weight_gradient(points: SixPoints, dy: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
     """Continue the chains of ``grad`` float32 [N, K] over whole steps of tokens: dy [T, N], x [T, K]."""
     mac = multiply_accumulate(points)
-    launch.gemm(dy, x, mac=mac, a_depth_first=True, b_depth_first=True, grad=grad, tile=tile_of(mac, len(dy)))
+    if mac == "fma":
+        launch.gemm(dy, x, mac=mac, a_depth_first=True, b_depth_first=True, grad=grad, tile=FMA_TILE)
+    else:
+        products(dy.device).wgrad(dy, x, grad)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Linear:
         for name, g in zip(biases, grads, strict=bool(biases)):
             launch_rows.bias_gradient(_matrix(g), host.gradients.buffer(name))
         dy = self._fused(region, grads, host)
-        dx = linear.dgrad(host.points(region.kind), dy, host.weights.matrix(region), host.dtype)
+        dx = linear.dgrad(host.points(region.kind), dy, host.weights.matrix(region))
         heads = (len(dx), host.config.num_heads, host.config.head_dim)
         return (dx.reshape(heads) if region.kind == "o_proj" else dx,)
 

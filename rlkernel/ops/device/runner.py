@@ -18,6 +18,9 @@ from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys
 from rlkernel.models.definition import ModelDefinition
 from rlkernel.ops.composition import Composition
+from rlkernel.ops.device import linear
+from rlkernel.ops.device.fused import FusedBody
+from rlkernel.ops.device.graphs import DecodeGraph, bucket_of
 from rlkernel.ops.device.host import DeviceBatch, DeviceHost
 from rlkernel.ops.device.weights import DeviceWeights
 from rlkernel.ops.head import SamplingKeys
@@ -71,6 +74,11 @@ class DeviceRunner(ModelRunner):
         self._contract, self._device, self._max_position = contract, weights.device, max_position
         self._tables = tuple(self._placed(table) for table in rope_tables(definition.config, max_position))
         self._unconfirmed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._fused = FusedBody(definition)
+        self._compared: set[str] = set()
+        self._graphs: dict[tuple[int, int, int], DecodeGraph] = {}
+        self._pool: Any = None
+        self._nothing: DeviceBatch | None = None
         self.trace = None
 
     def _placed(self, array: NDArray[Any]) -> torch.Tensor:
@@ -98,17 +106,94 @@ class DeviceRunner(ModelRunner):
             gradients=gradients,
         )
 
+    def hidden(self, batch: TokenBatch, state: Any, case: str) -> Any:
+        """Normed hidden states [N, H] of a batch, by the fused kernels, in decode as a CUDA graph.
+
+        The first pass of a case, and of every graph, is computed by the regions one after the other as well. A trace
+        sees these regions alone.
+
+        Raises:
+            NumericsError: the fused kernels gave another bit than the regions.
+        """
+        if self.trace is not None or not len(batch.tokens):
+            return super().hidden(batch, state, case)
+        bucket = bucket_of(len(batch.tokens)) if self._device.type == "cuda" and case == "rollout_decode" else None
+        if bucket is not None and state is not None:
+            return self._replayed(batch, state, case, bucket)
+        host = self._host(batch, case, state)
+        if case in self._compared:
+            found = self._fused(host)
+            self._count(case, len(batch.tokens))
+            return found
+        expected = super().hidden(batch, state, case)
+        return self._agreed(case, self._fused(host), expected, case)
+
+    def _replayed(self, batch: TokenBatch, state: Any, case: str, bucket: int) -> torch.Tensor:
+        """A decode step by the graph of its bucket, captured where there is none of these weights and pages."""
+        key = (id(self.weights), id(state.kv), bucket)
+        graph, count = self._graphs.get(key), len(batch.tokens)
+        if graph is not None:
+            graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
+            found = graph.replay()[:count]
+            self._count(case, count)
+            self._fact("graph_replays")
+            return found
+        expected = super().hidden(batch, state, case)
+        host = self._host(batch, case, state)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._fused.admit(host, bucket)
+        head = self.definition.head
+        linear.admit(host.points("lm_head"), bucket, host.weights.matrix(head), torch.float32)
+        width = -(-self._max_position // state.page_size)
+        graph = DecodeGraph(host, bucket, width, self._max_position - 1, self._fused, self._pool)
+        graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
+        graph.capture()
+        self._graphs[key] = graph
+        self._fact("graphs_captured")
+        return self._agreed(case, graph.replay()[:count], expected, f"{case}, graph of {bucket} rows")
+
+    def _agreed(self, case: str, found: torch.Tensor, expected: torch.Tensor, what: str) -> torch.Tensor:
+        """The fused kernels' result, if it has the bits of the regions'."""
+        digests = torch.stack([self._digest(found), self._digest(expected)]).cpu()
+        if not torch.equal(digests[0], digests[1]):
+            raise NumericsError(
+                f"{what}: the fused kernels give hidden states {list(found.shape)} with digest {_hex(digests[0])}, the "
+                f"regions one after the other {_hex(digests[1])}"
+            )
+        self._compared.add(case)
+        self.evidence.facts.setdefault("fused_first_use", {})[what] = {"outputs": found.numel(), "differing": 0}
+        return found
+
+    def _count(self, case: str, tokens: int) -> None:
+        """One fused pass counts as one execution of every region."""
+        for region in self.definition.body:
+            self.evidence.ran(region.kind, case, self.composition.op(region.kind).implementation, tokens)
+
+    def _fact(self, name: str) -> None:
+        self.evidence.facts[name] = self.evidence.facts.get(name, 0) + 1
+
     def logprobs(self, hidden_rows: Any, targets: NDArray[np.int64], temperature: float, case: str) -> RowStatistics:
         """Log-probabilities, entropies and distribution digests of rows [R, H] for target ids [R]."""
         self._check_targets(targets)
         self.evidence.ran("logprob", case, self.composition.head.implementation, len(targets))
-        found, _ = self._head_forward(hidden_rows, targets, temperature, self._rows_host(len(targets), case))
+        found, _ = self._head_forward(hidden_rows, targets, temperature, self._rows_host(case))
         return found
 
-    def _rows_host(self, rows: int, case: str) -> DeviceHost:
+    def _rows_host(self, case: str) -> DeviceHost:
         """Services of the head, which has no batch of tokens."""
-        nothing = TokenBatch(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int32))
-        return self._host(nothing, case, None)
+        if self._nothing is None:
+            none = TokenBatch(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int32))
+            self._nothing = self._host(none, case, None).batch
+        return DeviceHost(
+            contract=self._contract,
+            config=self.definition.config,
+            case=case,
+            batch=self._nothing,
+            weights=self.weights,  # type: ignore[arg-type]
+            cos=self._tables[0],
+            sin=self._tables[1],
+        )
 
     def sample(
         self, hidden_rows: Any, keys: SamplingKeys, temperature: float, case: str
@@ -117,16 +202,20 @@ class DeviceRunner(ModelRunner):
         head = self.composition.head
         self.evidence.ran("logprob", case, head.implementation, len(keys.k))
         truncation = bool((keys.top_k > 0).any() or (keys.top_p < 1).any())
-        host = self._rows_host(len(keys.k), case)
+        host = self._rows_host(case)
         tokens, found = head.sample(
             self.definition.head, hidden_rows.contiguous(), self._keys(keys), temperature, host, truncation
         )
-        return tokens.cpu().numpy(), on_host(found)
+        return drawn_on_host(tokens, found)
 
     def _keys(self, keys: SamplingKeys) -> DeviceSamplingKeys:
-        return DeviceSamplingKeys(
-            **{f.name: self._placed(_signed(getattr(keys, f.name))) for f in fields(DeviceSamplingKeys)}
-        )
+        """The keys on the device, by one transfer of 64-bit words."""
+        names = [f.name for f in fields(DeviceSamplingKeys)]
+        words = np.stack([_words(getattr(keys, name)) for name in names])
+        rows = dict(zip(names, self._placed(words), strict=True))
+        rows["greedy"] = rows["greedy"] != 0
+        rows["top_p"] = rows["top_p"].view(torch.float64)
+        return DeviceSamplingKeys(**rows)
 
     def _head_forward(
         self, hidden: Any, targets: NDArray[np.int64], temperature: float, host: Any
@@ -163,9 +252,23 @@ class DeviceRunner(ModelRunner):
         self._unconfirmed.append((layer, before, again))
 
 
-def _signed(values: NDArray[Any]) -> NDArray[Any]:
-    """The same bits as int64, for uint64."""
-    return values.view(np.int64) if values.dtype == np.uint64 else values
+def _hex(lanes: torch.Tensor) -> str:
+    return "".join(f"{int(lane):016x}" for lane in lanes.numpy().view(np.uint64))
+
+
+def _words(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Integers, truth values and float64 as 64-bit words."""
+    return values.view(np.int64) if values.dtype.itemsize == 8 else values.astype(np.int64)
+
+
+def drawn_on_host(tokens: torch.Tensor, found: DeviceRowStatistics) -> tuple[NDArray[np.int64], RowStatistics]:
+    """Drawn tokens int64 [R] and their statistics as NumPy arrays, by one transfer."""
+    rows = len(tokens)
+    floats = torch.stack([found.max, found.log_sum, found.logprob, found.entropy])
+    words = torch.cat([tokens, found.digest.reshape(-1), floats.reshape(-1).view(torch.int64)]).cpu().numpy()
+    values = words[3 * rows :].view(np.float32).reshape(4, rows)
+    digest = words[rows : 3 * rows].view(np.uint64).reshape(rows, 2)
+    return words[:rows], RowStatistics(values[0], values[1], values[2], values[3], digest)
 
 
 def on_host(found: DeviceRowStatistics) -> RowStatistics:

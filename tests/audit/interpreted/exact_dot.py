@@ -14,6 +14,7 @@ import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from rlkernel.kernels.cpu.primitives import fma
+from rlkernel.kernels.triton import launch_chains
 
 
 @numba.njit
@@ -35,10 +36,13 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
 
 @contextmanager
 def exact_dot() -> Iterator[None]:
-    """Inside: ``tl.dot`` of the interpreter is the FMA chain."""
-    before = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = _dot
+    """Inside: ``tl.dot`` of the interpreter is the FMA chain, and no kernel is chosen that copies in the background.
+
+    Those are compiled by Gluon, which has no interpreter; the plain kernels of the same chains have.
+    """
+    before = InterpreterBuilder.create_dot, launch_chains.copies
+    InterpreterBuilder.create_dot, launch_chains.copies = _dot, lambda *_: False
     try:
         yield
     finally:
-        InterpreterBuilder.create_dot = before
+        InterpreterBuilder.create_dot, launch_chains.copies = before

@@ -1,0 +1,108 @@
+"""The forward of a whole model by fused kernels, for passes that keep nothing for a backward.
+
+The same bits as the regions one after the other: every value that one region hands to the next is rounded where they
+round it. Residual add and norm are one kernel, so are head norm and rotation; projections stay in the layout of their
+fused matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlkernel.kernels.triton import launch, launch_attention, launch_heads, launch_rows
+from rlkernel.kernels.triton.attention_points import attention_points
+from rlkernel.models.definition import ModelDefinition, Region
+from rlkernel.ops.device import linear
+from rlkernel.ops.device.host import DeviceHost
+
+Tensor = torch.Tensor
+
+
+class FusedBody:
+    """From token ids to the normed hidden state [N, H].
+
+    Args:
+        definition: a dense model's.
+    """
+
+    def __init__(self, definition: ModelDefinition) -> None:
+        self._layers: list[dict[str, Region]] = [{} for _ in range(definition.config.num_layers)]
+        for region in definition.body:
+            if region.layer is not None:
+                self._layers[region.layer][region.name.rpartition(".")[2]] = region
+        self._embedding, self._final = definition.body[0], definition.body[-1]
+        config = definition.config
+        self._places = launch_heads.fused_places(config.num_heads, config.num_kv_heads, config.head_dim)
+        depth = config.head_dim
+        self._joins_norm = config.qk_norm and depth & (depth - 1) == 0
+
+    def __call__(self, host: DeviceHost, rotated: Tensor | None = None) -> Tensor:
+        """Run a batch.
+
+        Args:
+            host: its KV state, or None where whole sequences are attended.
+            rotated: positions int32 [N] for the rotary tables, where the batch's own are negative for rows that take
+                no part; the batch's without it.
+        """
+        eps, weights = host.config.rms_norm_eps, host.weights
+        rotation = launch_heads.Rotation(host.batch.positions if rotated is None else rotated, host.cos, host.sin)
+        stream = launch_rows.embedding(weights.vector(self._embedding.weights[0]), host.batch.tokens)
+        y, _ = launch.rms_norm(stream, weights.vector(self._layers[0]["attention_norm"].weights[0]), eps)
+        for index, layer in enumerate(self._layers):
+            attended = self._attention(layer, y, rotation, host)
+            branch = self._linear(layer["o_proj"], attended.view(len(attended), -1), host)
+            norm = weights.vector(layer["mlp_norm"].weights[0])
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps)
+            fused = self._linear(layer["gate_up_proj"], y, host)
+            branch = self._linear(layer["down_proj"], launch_rows.swiglu(fused, leaves=host.tp), host)
+            last = index + 1 == len(self._layers)
+            following = self._final if last else self._layers[index + 1]["attention_norm"]
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, weights.vector(following.weights[0]), eps)
+        return y
+
+    def admit(self, host: DeviceHost, rows: int) -> None:
+        """Let the vendor's library run where it gives the contract's bits with so many rows. It waits for the host."""
+        for kind in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            region = self._layers[0][kind]
+            if host.weights.bias(region) is None:
+                linear.admit(host.points(kind), rows, host.weights.matrix(region), host.dtype)
+
+    def _linear(self, region: Region, x: Tensor, host: DeviceHost) -> Tensor:
+        w, bias = host.weights.matrix(region), host.weights.bias(region)
+        return linear.forward(host.points(region.kind), x, w, bias, host.dtype)
+
+    def _attention(
+        self, layer: dict[str, Region], y: Tensor, rotation: launch_heads.Rotation, host: DeviceHost
+    ) -> Tensor:
+        fused = self._linear(layer["qkv_proj"], y, host)
+        q, k = (self._rotated(layer, fused, which, rotation, host) for which in (0, 1))
+        v = torch.empty_like(k)
+        launch_heads.copy_heads(v, fused, self._places[2], gathers=True)
+        points, batch, state = attention_points(host.points("attention")), host.batch, host.state
+        if state is None:
+            return launch_attention.attention_varlen(q, k, v, batch.starts, batch.longest, points)[0]
+        index = layer["attention"].layer
+        assert index is not None
+        k_pages, v_pages = state.pages(index)
+        launch_attention.append_kv(k, v, k_pages, v_pages, state.slots)
+        keys = batch.last_position + 1
+        paged = (q, k_pages, v_pages, state.block_table)
+        if batch.longest == 1 and min(batch.lengths) == 1:
+            return launch_attention.attention_decode(*paged, batch.positions, -(-keys // points.split), points)[0]
+        return launch_attention.attention_paged(*paged, batch.starts, batch.positions, batch.longest, keys, points)[0]
+
+    def _rotated(
+        self, layer: dict[str, Region], fused: Tensor, which: int, rotation: launch_heads.Rotation, host: DeviceHost
+    ) -> Tensor:
+        """Query (0) or key (1) heads [N, heads, D], normed if the model says so, and rotated."""
+        place, eps = self._places[which], host.config.rms_norm_eps
+        if "qk_norm" not in layer:
+            return launch_heads.rope(fused, place, rotation)[0]
+        w = host.weights.vector(layer["qk_norm"].weights[which])
+        if self._joins_norm:
+            return launch_heads.rope(fused, place, rotation, w=w, eps=eps)[0]
+        heads = fused.new_empty((len(fused), place.heads, place.depth))
+        launch_heads.copy_heads(heads, fused, place, gathers=True)
+        normed, _ = launch.rms_norm(heads.view(-1, place.depth), w, eps)
+        plain = launch_heads.plain_place(place.heads, place.depth)
+        return launch_heads.rope(normed.view(heads.shape), plain, rotation)[0]
