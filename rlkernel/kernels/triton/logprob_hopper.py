@@ -23,6 +23,7 @@ from rlkernel.contract import constants
 # renamed after Triton 3.6
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_UNDERSCORED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
 _LOG2E = gl.constexpr(constants.LOG2E)
 _ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
@@ -85,7 +86,10 @@ def _multiplier(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, unit: gl.constexpr,
 ):  # fmt: skip
     whole: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0])
-    tile_logits = logits._reinterpret(gl.float32, [BLOCK_M, BLOCK_N], whole)
+    if _UNDERSCORED:
+        tile_logits = logits._reinterpret(gl.float32, [BLOCK_M, BLOCK_N], whole)
+    else:
+        tile_logits = logits.reinterpret(gl.float32, [BLOCK_M, BLOCK_N], whole)
     step = 0
     for tile in range(gl.program_id(0), count, programs):
         turn = tile // programs
