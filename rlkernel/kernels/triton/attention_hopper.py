@@ -26,7 +26,6 @@ TILE = gl.constexpr(128)
 """Query rows of an item."""
 KEYS = gl.constexpr(128)
 LANES = gl.constexpr(8)
-STAGES = gl.constexpr(2)
 _PROPAGATE = gl.constexpr(PropagateNan.ALL)
 _ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
 _ROUND_BITS = gl.constexpr(constants.ROUND_TO_INTEGER_BITS)
@@ -201,7 +200,7 @@ def _item(index, sequences, tiles, starts, QH: gl.constexpr):
 def _load(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, starts,
     sequences, tiles, rounds, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
-    MODE: gl.constexpr, WARPS: gl.constexpr,
+    MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: queries of every item, then its key blocks, keys before values."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -226,17 +225,20 @@ def _load(
                         mbarrier.expect(k_full.index(stage), KEYS * D * 2)
                         load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
                         k_step += 1
-            for block in range(0, blocks):
-                stage = k_step % STAGES
-                mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
-                mbarrier.expect(k_full.index(stage), KEYS * D * 2)
-                load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
-                k_step += 1
-                stage = v_step % STAGES
-                mbarrier.wait(v_empty.index(stage), ((v_step // STAGES) & 1) ^ 1)
-                mbarrier.expect(v_full.index(stage), KEYS * D * 2)
-                load_tile(v_desc, [begin + block * KEYS, column], v_full.index(stage), v_smem.index(stage))
-                v_step += 1
+            # in the order of use: the keys are one block ahead of the values
+            for block in range(0, blocks + 1):
+                if block < blocks:
+                    stage = k_step % STAGES
+                    mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+                    load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
+                    k_step += 1
+                if block > 0:
+                    stage = v_step % STAGES
+                    mbarrier.wait(v_empty.index(stage), ((v_step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(v_full.index(stage), KEYS * D * 2)
+                    load_tile(v_desc, [begin + (block - 1) * KEYS, column], v_full.index(stage), v_smem.index(stage))
+                    v_step += 1
 
 
 @gluon.jit
@@ -298,7 +300,7 @@ def _finish_split(
 def _next_block(
     block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full, k_empty, v_full,
     v_empty, my_stash, my_rows, places, local, limit, scale2, MASKED: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
 ):  # fmt: skip
     """Start the scores of ``block``; weights of the block before times its values; softmax of ``block`` meanwhile."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -347,7 +349,8 @@ def _next_block(
 
 @gluon.jit
 def _largest_score(
-    k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS: gl.constexpr, S: gl.constexpr
+    k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    S: gl.constexpr
 ):
     """The largest visible score of every row: the maximum of the products, scaled (scaling keeps the order)."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -371,7 +374,7 @@ def _largest_score(
 def _compute(
     group: gl.constexpr, q_smem, k_smem, v_smem, o_smems, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
     stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 rows of every item."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -403,7 +406,7 @@ def _compute(
             if MODE == 1:
                 if blocks > SPLIT_BLOCKS:
                     largest, k_step = _largest_score(
-                        k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS, S
+                        k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS, STAGES, S
                     )
             stage = k_step % STAGES
             mbarrier.wait(k_full.index(stage), (k_step // STAGES) & 1)
@@ -426,14 +429,14 @@ def _compute(
                     p, m, l, acc, largest, total = _next_block(
                         block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
                         k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, False, D,
-                        SPLIT_BLOCKS, MODE, WARPS, S, O,
+                        SPLIT_BLOCKS, MODE, WARPS, STAGES, S, O,
                     )  # fmt: skip
                     k_step += 1
                     v_step += 1
                 p, m, l, acc, largest, total = _next_block(
                     blocks - 1, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
                     k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, True, D, SPLIT_BLOCKS,
-                    MODE, WARPS, S, O,
+                    MODE, WARPS, STAGES, S, O,
                 )  # fmt: skip
                 k_step += 1
                 v_step += 1
@@ -518,6 +521,7 @@ def attention_forward_hopper(
     SPLIT_BLOCKS: gl.constexpr,
     MODE: gl.constexpr,
     WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Causal attention of whole packed sequences, bf16, head_dim 64 or 128.
@@ -564,14 +568,14 @@ def attention_forward_hopper(
                     _compute,
                     (
                         gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
                     ),
                 ),
                 (
                     _load,
                     (
                         q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS,
+                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
                     ),
                 ),
             ],
@@ -585,21 +589,21 @@ def attention_forward_hopper(
                     _compute,
                     (
                         gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
                     ),
                 ),
                 (
                     _compute,
                     (
                         gl.constexpr(1), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS,
+                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
                     ),
                 ),
                 (
                     _load,
                     (
                         q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS,
+                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
                     ),
                 ),
             ],

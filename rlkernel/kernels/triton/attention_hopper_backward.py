@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlkernel.kernels.triton.attention_hopper import KEYS, STAGES, clear_rows, load_tile
+from rlkernel.kernels.triton.attention_hopper import KEYS, clear_rows, load_tile
 
 ROWS = gl.constexpr(64)
 """Rows of a group of four warps."""
 GROUPS = gl.constexpr(2)
+STAGES = gl.constexpr(2)
 QUERIES = gl.constexpr(64)
 """Queries of a block in the kernel of dk and dv."""
 STAGES_KEYS = gl.constexpr(3)

@@ -48,6 +48,7 @@ def varlen_hopper(
         _tiles(q, 16 * warps, depth), _tiles(k, 128, depth), _tiles(v, 128, depth), out, lse2, stash, stash_rows, starts,
         sequences, tiles, triton.cdiv(items, programs), splits, points.scale2,
         QH=q_heads, KVH=kv_heads, D=depth, SPLIT_BLOCKS=points.split // points.key_block, MODE=mode, WARPS=warps,
+        STAGES=2 if mode and depth > 64 else 3,
         REGISTERS=240, num_warps=warps, **compiler_options("cuda"),
     )  # fmt: skip
 
