@@ -159,7 +159,8 @@ def test_every_setting_that_is_declared_free_of_bits_was_varied(tmp_path):
         "run_directory",
         "placement",
         "checkpoint",
-    }  # of all runs, of the split ones, of "a checkpoint a step"
+        "device",
+    }  # of all runs, of the split ones, of "a checkpoint a step", of gpu/test_run.py where there is a GPU
     # the same weights from another folder have the same digest; kv_memory_bytes only computes num_blocks
     assert set(free(Pipeline)) - varied == {"model.path", "stages.rollout.kv_memory_bytes"}
     one, other = (
