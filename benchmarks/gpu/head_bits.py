@@ -358,5 +358,5 @@ def must_differ() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    parts = (statistics_of_products, gradients, sampling, statistics_in_memory, digests, must_differ, portable)
+    parts = (gradients, sampling, digests, must_differ, statistics_of_products, statistics_in_memory, portable)
     sys.exit(main(__doc__.splitlines()[0], "benchmarks.gpu.head_bits", parts))

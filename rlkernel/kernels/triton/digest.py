@@ -38,53 +38,82 @@ def canonical_bits(bits, BITS: tl.constexpr):
 
 
 @triton.jit
+def _lanes(bits, index, inside, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over COLUMNS neighbours of both lanes, uint64 [GROUPS].
+
+    Args:
+        bits: unsigned [GROUPS, COLUMNS]; ``inside``: bool of that shape, elements that exist.
+        index: of each group's first element, int64 [GROUPS]. Its product with a lane's constant is one number a thread,
+            the rest are constants of its registers.
+    """
+    wide = bits.to(tl.uint64)
+    start = (index + 1).to(tl.uint64)
+    c = tl.arange(0, COLUMNS)[None, :].to(tl.uint64)
+    first = mix_first((start * INDEX_FIRST)[:, None] + c * INDEX_FIRST + wide)
+    second = mix_second((start * INDEX_SECOND)[:, None] + c * INDEX_SECOND + wide)
+    first = tl.sum(tl.where(inside, first, 0).to(tl.int64), 1)
+    second = tl.sum(tl.where(inside, second, 0).to(tl.int64), 1)
+    return first, second
+
+
+@triton.jit
 def tensor_digest(
-    data, out, count, offset, CANONICAL: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
+    data,
+    out,
+    count,
+    offset,
+    CANONICAL: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """``out[program] = lanes of BLOCK * STEPS elements``.
+    """``out[program] = lanes of GROUPS * COLUMNS * STEPS elements``.
 
     Args:
         data: bits of the elements, an unsigned integer of BITS bits [count]; ``out``: int64 [programs, 2].
         offset: index of element 0, int64.
         CANONICAL: map every NaN to one pattern first (BITS 16: bfloat16; 32: float32).
+        COLUMNS: neighbours that a thread takes together: 16 bytes.
     """
-    begin = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
-    place = tl.arange(0, BLOCK)
-    first = tl.zeros((BLOCK,), tl.uint64)
-    second = tl.zeros((BLOCK,), tl.uint64)
+    begin = tl.program_id(0).to(tl.int64) * (GROUPS * COLUMNS * STEPS)
+    group = tl.arange(0, GROUPS) * COLUMNS
+    first = tl.zeros((GROUPS,), tl.int64)
+    second = tl.zeros((GROUPS,), tl.int64)
     for step in range(STEPS):
-        i = begin + step * BLOCK + place
-        inside = i < count
-        bits = tl.load(data + i, mask=inside, other=0)
+        i = begin + step * (GROUPS * COLUMNS) + group
+        place = i[:, None] + tl.arange(0, COLUMNS)[None, :]
+        inside = place < count
+        bits = tl.load(data + place, mask=inside, other=0)
         if CANONICAL:
             bits = canonical_bits(bits, BITS)
-        wide = bits.to(tl.uint64)
-        index = (i + offset + 1).to(tl.uint64)
-        first += tl.where(inside, mix_first(index * INDEX_FIRST + wide), 0)
-        second += tl.where(inside, mix_second(index * INDEX_SECOND + wide), 0)
-    tl.store(out + tl.program_id(0) * 2, tl.sum(first.to(tl.int64), 0))
-    tl.store(out + tl.program_id(0) * 2 + 1, tl.sum(second.to(tl.int64), 0))
+        a, b = _lanes(bits, i + offset, inside, GROUPS, COLUMNS)
+        first += a
+        second += b
+    tl.store(out + tl.program_id(0) * 2, tl.sum(first, 0))
+    tl.store(out + tl.program_id(0) * 2 + 1, tl.sum(second, 0))
 
 
 @triton.jit
-def rows_digest(z, out, columns, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """``out[row, program] = lanes of BLOCK * STEPS columns`` of canonical float32 bits; the index is the column.
+def rows_digest(z, out, columns, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """``out[row, program] = lanes of GROUPS * COLUMNS * STEPS columns`` of canonical float32 bits, indexed by column.
 
     Args:
         z: uint32 [R, columns], bits of float32; ``out``: int64 [R, programs, 2]. Grid: (R, programs).
     """
     row = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * (BLOCK * STEPS)
-    place = tl.arange(0, BLOCK)
-    first = tl.zeros((BLOCK,), tl.uint64)
-    second = tl.zeros((BLOCK,), tl.uint64)
+    begin = tl.program_id(1) * (GROUPS * COLUMNS * STEPS)
+    group = tl.arange(0, GROUPS) * COLUMNS
+    first = tl.zeros((GROUPS,), tl.int64)
+    second = tl.zeros((GROUPS,), tl.int64)
     for step in range(STEPS):
-        v = begin + step * BLOCK + place
-        inside = v < columns
-        wide = canonical_bits(tl.load(z + row * columns + v, mask=inside, other=0), 32).to(tl.uint64)
-        index = (v + 1).to(tl.uint64)
-        first += tl.where(inside, mix_first(index * INDEX_FIRST + wide), 0)
-        second += tl.where(inside, mix_second(index * INDEX_SECOND + wide), 0)
+        v = begin + step * (GROUPS * COLUMNS) + group
+        place = v[:, None] + tl.arange(0, COLUMNS)[None, :]
+        inside = place < columns
+        bits = canonical_bits(tl.load(z + row * columns + place, mask=inside, other=0), 32)
+        a, b = _lanes(bits, v.to(tl.int64), inside, GROUPS, COLUMNS)
+        first += a
+        second += b
     place_out = out + (row * tl.num_programs(1) + tl.program_id(1)) * 2
-    tl.store(place_out, tl.sum(first.to(tl.int64), 0))
-    tl.store(place_out + 1, tl.sum(second.to(tl.int64), 0))
+    tl.store(place_out, tl.sum(first, 0))
+    tl.store(place_out + 1, tl.sum(second, 0))

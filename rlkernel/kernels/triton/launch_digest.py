@@ -9,7 +9,8 @@ from rlkernel.errors import ContractError
 from rlkernel.kernels.triton import digest as kernels
 from rlkernel.kernels.triton.launch import _options
 
-BLOCK, STEPS, WARPS = 2048, 8, 4
+GROUPS, STEPS, WARPS = 256, 8, 4
+"""Of a program: groups of 16 bytes in a step, steps, warps."""
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _CANONICAL = {torch.bfloat16: 16, torch.float32: 32}
 
@@ -35,8 +36,8 @@ def tensor_digest(tensor: torch.Tensor, index_offset: int = 0, *, canonical: boo
         raise ContractError(f"a tensor digest takes a C-contiguous tensor; its strides are {tensor.stride()}")
     if canonical and tensor.dtype not in _CANONICAL:
         raise ContractError(f"{tensor.dtype} has no canonical NaN here; float32 and bfloat16 have")
-    count = tensor.numel()
-    programs = triton.cdiv(count, BLOCK * STEPS)
+    count, columns = tensor.numel(), 16 // size
+    programs = triton.cdiv(count, GROUPS * columns * STEPS)
     lanes = torch.empty((programs, 2), dtype=torch.int64, device=tensor.device)
     if programs:
         kernels.tensor_digest[(programs,)](
@@ -46,7 +47,8 @@ def tensor_digest(tensor: torch.Tensor, index_offset: int = 0, *, canonical: boo
             index_offset,
             CANONICAL=canonical,
             BITS=8 * size,
-            BLOCK=BLOCK,
+            GROUPS=GROUPS,
+            COLUMNS=columns,
             STEPS=STEPS,
             num_warps=WARPS,
             **_options(),
@@ -63,10 +65,10 @@ def rows_digest(z: torch.Tensor) -> torch.Tensor:
     if z.dtype != torch.float32 or z.ndim != 2 or not z.is_contiguous():
         raise ContractError(f"row digests take a C-contiguous float32 matrix, not {z.dtype} {list(z.shape)}")
     rows, columns = z.shape
-    programs = triton.cdiv(columns, BLOCK * STEPS)
+    programs = triton.cdiv(columns, GROUPS * 4 * STEPS)
     lanes = torch.empty((rows, programs, 2), dtype=torch.int64, device=z.device)
     if lanes.numel():
         kernels.rows_digest[(rows, programs)](
-            z.view(torch.uint32), lanes, columns, BLOCK=BLOCK, STEPS=STEPS, num_warps=WARPS, **_options()
+            z.view(torch.uint32), lanes, columns, GROUPS=GROUPS, COLUMNS=4, STEPS=STEPS, num_warps=WARPS, **_options()
         )
     return lanes.sum(1)
