@@ -167,7 +167,8 @@ class Products:
         if route.kernel == "vendor":
             self._vendor(VendorShape("wgrad", m, n, k, "float32"), dy, x, grad)
         else:
-            self._own(route, "wgrad", dy, x, 1, None, torch.float32, None, grad)
+            start = None if fresh else grad
+            self._own(route, "wgrad", dy, x, 1, None, torch.float32, grad if fresh else None, start)
 
     def _product(
         self,
@@ -232,7 +233,8 @@ class Products:
         result = vendor_gemm(shape, a, b, out)
         calls = self._calls.setdefault(shape, _Calls())
         calls.calls += 1
-        if self._check_every and calls.calls % self._check_every == 1 and not torch.cuda.is_current_stream_capturing():
+        due = self._check_every and (calls.calls - 1) % self._check_every == 0
+        if due and not torch.cuda.is_current_stream_capturing():
             self._check(shape, calls, a, b, result)
         return result
 

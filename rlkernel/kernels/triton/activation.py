@@ -19,7 +19,9 @@ _LOG2E = tl.constexpr(constants.LOG2E)
 def sigmoid(x):
     """``div(1, add(1, exp2.full(mul(-x, LOG2E))))``."""
     one = constant(x, 1.0)
-    return tl.div_rn(one, one + exp2_full(negative(x) * _LOG2E))
+    power = exp2_full(negative(x) * _LOG2E)
+    divisor = one + power
+    return tl.div_rn(one, divisor)
 
 
 @triton.jit
@@ -58,7 +60,9 @@ def swiglu_backward(dy, fused, dfused, WIDTH, SLICE, BLOCK: tl.constexpr):
     sg = sigmoid(g)
     silu = g * sg
     du = ds * silu
-    slope = sg * tl.fma(g, one - sg, one)
+    rest = one - sg
+    inner = tl.fma(g, rest, one)
+    slope = sg * inner
     both = ds * u
     dg = both * slope
     tl.store(dfused + place, dg.to(dfused.dtype.element_ty), mask=inside)

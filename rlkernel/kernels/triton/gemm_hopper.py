@@ -97,6 +97,17 @@ def _elements(row, column, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, unit
 
 
 @gluon.jit
+def _start(
+    grad, tile, count, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, unit: gl.constexpr
+):  # fmt: skip
+    """A tile of grad, where the chain of its elements starts; zeros beyond the last tile."""
+    row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows, columns, places = _elements(row, column, N, BLOCK_M, BLOCK_N, unit)
+    inside = (rows < M)[:, None] & (columns < N)[None, :] & (tile < count)
+    return gl.load(grad + places, mask=inside, other=0.0)
+
+
+@gluon.jit
 def _multiplier(
     c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count, programs,
     STAGES: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -104,13 +115,16 @@ def _multiplier(
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, unit: gl.constexpr,
 ):  # fmt: skip
     step = 0
+    total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
+    ahead = total
+    if CONTINUES:
+        ahead = _start(grad, gl.program_id(0), count, M, N, BLOCK_M, BLOCK_N, GROUP_M, unit)
     for tile in range(gl.program_id(0), count, programs):
         row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         if CONTINUES:
-            rows, columns, places = _elements(row, column, N, BLOCK_M, BLOCK_N, unit)
-            total = gl.load(grad + places, mask=(rows < M)[:, None] & (columns < N)[None, :], other=0.0)
-        else:
-            total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
+            total = ahead
+            # what the next tile starts from arrives while this one is multiplied
+            ahead = _start(grad, tile + programs, count, M, N, BLOCK_M, BLOCK_N, GROUP_M, unit)
         one = total
         for leaf in gl.static_range(LEAVES):
             total, step = _chain(

@@ -21,7 +21,7 @@ def token_loss(
     Args:
         new, old, reference, advantage, weight: float32 [count]; ``trained``: int8 [count].
         loss, coefficient, ratio, divergence: float32 [count]; ``clipped``: int8 [count].
-        low, high, beta: float32. CLIPS: ``ppo_clip``, otherwise ``reinforce``. KL: 0 without a term, 1 to 3 for k1 to k3.
+        low, high, beta: float32. CLIPS: ``ppo_clip``, else ``reinforce``. KL: 0 without a term, 1 to 3 for k1 to k3.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rlkernel.kernels.triton.primitives import widen
 from rlkernel.kernels.triton.reductions import lane_step, tree
 
 
@@ -42,7 +43,7 @@ def rms_norm(
         row = tl.load(x + start + first, mask=inside, other=0.0)
         if ADDS:
             other = tl.load(branch + start + first, mask=inside, other=0.0)
-            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+            row = (widen(row) + widen(other)).to(x.dtype.element_ty)
             tl.store(stream + start + first, row, mask=inside)
         row = row.to(tl.float32)
         acc = tl.fma(row, row, acc) if first + LANES <= N else lane_step(acc, row, row, inside)
@@ -54,7 +55,7 @@ def rms_norm(
         if ADDS:
             # added again rather than read back: the same bits, without waiting for the store
             other = tl.load(branch + start + first, mask=inside, other=0.0)
-            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+            row = (widen(row) + widen(other)).to(x.dtype.element_ty)
         weight = tl.load(w + first + weights, mask=weights + first < N, other=0.0).to(tl.float32)
         scaled = row.to(tl.float32) * r[:, None]
         value = scaled * weight

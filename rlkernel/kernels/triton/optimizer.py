@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rlkernel.kernels.triton.primitives import negative
 from rlkernel.kernels.triton.reductions import lane_step, tree
 
 
@@ -80,12 +81,15 @@ def adamw(
     square = g * g
     part2 = square * keep2
     v_new = tl.fma(tl.full((BLOCK,), beta2, tl.float32), tl.load(v + i, mask=inside, other=0.0), part2)
-    root = tl.sqrt_rn(v_new * correct2)
-    step = tl.div_rn(m_new * correct1, root + eps)
+    scaled = v_new * correct2
+    divisor = tl.sqrt_rn(scaled)
+    divisor = divisor + eps
+    mean = m_new * correct1
+    step = tl.div_rn(mean, divisor)
     old = tl.load(master + i, mask=inside, other=0.0)
     decayed = tl.fma(tl.full((BLOCK,), decay, tl.float32), old, step)
-    move = decayed * lr
-    new = old - move
+    move = decayed * negative(lr)  # old - lr * decayed, the sign of the product taken from lr
+    new = old + move
     tl.store(m + i, m_new, mask=inside)
     tl.store(v + i, v_new, mask=inside)
     tl.store(master + i, new, mask=inside)

@@ -32,6 +32,14 @@ def constant(x, value: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """x as float32. bfloat16 by its bits: a compiler that sees the conversion may add two of them in bfloat16."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def negative(x):
     """x with the other sign, zeros included. Triton 3.6 compiles ``-x`` to ``0 - x``, which keeps the sign of +0."""
     return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)

@@ -18,9 +18,9 @@ from rlkernel.kernels.triton.reductions import tree
 @triton.jit
 def rotate(x1, x2, c, s):
     """``o1 = fma(x1, c, -(x2 * s))``, ``o2 = fma(x2, c, x1 * s)``; backward: with -s."""
-    left = x2 * s
+    left = x2 * negative(s)  # -(x2 * s): the sign of a product is that of its factors
     right = x1 * s
-    return tl.fma(x1, c, negative(left)), tl.fma(x2, c, right)
+    return tl.fma(x1, c, left), tl.fma(x2, c, right)
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def head_rope_backward(
         zero = tl.zeros((ROWS, WIDTH), tl.float32)
         total = tree(tl.fma(g1, h1, zero), ROWS, WIDTH) + tree(tl.fma(g2, h2, zero), ROWS, WIDTH)
         mean = tl.div_rn(total, tl.full((ROWS,), 2 * HALF, tl.float32))
-        mean = tl.broadcast_to(mean[:, None], (ROWS, WIDTH))
-        inner1, inner2 = tl.fma(negative(h1), mean, g1), tl.fma(negative(h2), mean, g2)
+        mean = tl.broadcast_to(negative(mean)[:, None], (ROWS, WIDTH))
+        inner1, inner2 = tl.fma(h1, mean, g1), tl.fma(h2, mean, g2)
         o1 = (r * inner1).to(dheads.dtype.element_ty)
         o2 = (r * inner2).to(dheads.dtype.element_ty)
     tl.store(dheads + target, o1, mask=inside)

@@ -45,6 +45,8 @@ class HopperTile:
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of sm_90 can have."""
+_MULTIPROCESSORS = 132
+_FAR = 4.0  # a factor of two in M
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,12 @@ class TileTable:
         self.choices = tuple(choices)
 
     def choose(self, layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
-        """The nearest choice of this layout and number of leaves, or :func:`default_choice`."""
+        """The nearest choice of this layout and number of leaves if it is near, or :func:`default_choice`."""
         fitting = [c for c in self.choices if c.layout == layout and c.leaves == leaves]
-        return min(fitting, key=lambda c: c.distance(m, n, k), default=default_choice(layout, leaves, m, n, k))
+        nearest = min(fitting, key=lambda c: c.distance(m, n, k), default=None)
+        if nearest is None or nearest.distance(m, n, k) >= _FAR:
+            return default_choice(layout, leaves, m, n, k)
+        return nearest
 
     def save(self, path: Path, **what: Any) -> None:
         """Write the table as JSON, with ``what`` (date, device, versions) beside it."""
@@ -111,20 +116,40 @@ def _choice(item: Any, place: str) -> Choice:
 
 
 def default_choice(layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
-    """A choice by rule: tiles for sm_90 that fit in every case."""
+    """A choice by rule, for sm_90: what was fastest among the shapes that were measured on an H200."""
     tile: HopperTile | None = None
     plain: Tile | None = None
     if m <= 16 and layout == "forward":
-        plain = Tile(16, 32, 256, num_warps=4, num_stages=4)
+        if leaves == 1:
+            plain = Tile(16, 32, 256, num_warps=4, num_stages=4)
+        else:
+            plain = Tile(16, *((64, 128) if leaves <= 4 else (128, 64)), num_warps=4, num_stages=4)
+    elif layout == "wgrad":
+        tile = HopperTile(128, 128, 64, 8, 4)
     elif m <= 64:
-        tile = HopperTile(64, 64, 64, 8, 4, 1, 4)
-    elif m <= 256:
-        tile = HopperTile(64, 128, 64, 8, 4, 1, 4)
-    elif leaves > 1 or layout == "wgrad":
-        tile = HopperTile(128, 128, 64, 8, 4, 1, 8)
+        narrow = n <= 32 * _MULTIPROCESSORS
+        tile = HopperTile(64, 32, 128, 8, 8, 1, 4) if narrow else HopperTile(64, 64, 128, 8, 5, 1, 4)
     else:
-        tile = HopperTile()
-    return Choice(layout, leaves, max(m, 1), max(n, 1), max(k, 1), leaves > 1 and m <= 16, tile, plain, math.nan)
+        tile = min(_large_tiles(leaves), key=lambda pair: pair[1] * _waves(m, n, pair[0]))[0]
+    return Choice(
+        layout, leaves, max(m, 1), max(n, 1), max(k, 1), leaves > 1 and plain is not None, tile, plain, math.nan
+    )
+
+
+def _large_tiles(leaves: int) -> list[tuple[HopperTile, float]]:
+    """Tiles for more than 64 rows, and what an element of each costs against the largest."""
+    waits = leaves > 2
+    found = [
+        (HopperTile(64, 128, 64, 8, 6 if waits else 8, 1, 4), 1.18),
+        (HopperTile(128, 128, 64, 8, 4 if waits else 6), 1.05),
+    ]
+    return found if leaves > 1 else [*found, (HopperTile(), 1.0)]
+
+
+def _waves(m: int, n: int, tile: HopperTile) -> int:
+    """Elements of the result that one multiprocessor computes, with what the last wave leaves idle."""
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    return -(-tiles // _MULTIPROCESSORS) * tile.block_m * tile.block_n
 
 
 @cache
