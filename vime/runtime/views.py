@@ -15,6 +15,8 @@ from vime.report.html import render_html
 from vime.report.summary import RunSummary, Status
 from vime.runtime.assembly import Sides
 from vime.runtime.identities import described_deployments
+from vime.runtime.places import place_of
+from vime.runtime.sides import side_numerics
 from vime.store.names import CONTRACT_NAME, EVIDENCE_NAME
 from vime.store.run_directory import RunDirectory
 
@@ -29,7 +31,7 @@ def identities_of(directory: RunDirectory) -> dict[str, dict[str, str]]:
 
 
 def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) -> None:
-    """contract.json: entries, identities, and what the run was deployed on."""
+    """contract.json: entries, identities, what the run was deployed on, and the certificates that admit its kernels."""
     directory.write_contract(
         {
             **sides.contract.as_json(),
@@ -38,9 +40,20 @@ def write_contract(directory: RunDirectory, prepared: Prepared, sides: Sides) ->
             "composition": {side: declared.as_json() for side, declared in sides.declared.items()},
             "numerics": prepared.pipeline.numerics.model_dump(),
             "model": {"source": sides.source},
-            "certificates": [],
+            "certificates": _certificates(prepared, sides),
         }
     )
+
+
+def _certificates(prepared: Prepared, sides: Sides) -> list[dict[str, Any]]:
+    """Certificates of what both sides compute with, as plain data; none of a side that keeps no contract."""
+    place = place_of(prepared.pipeline.device)
+    found = {
+        certificate.digest(): certificate
+        for numerics in sorted(set(sides.numerics.values()))
+        for certificate in place.admitted(sides.contract, side_numerics(numerics), sides.workers).certificates
+    }
+    return [{"digest": name, **certificate.as_json()} for name, certificate in found.items()]
 
 
 def gathered_evidence(sides: Sides, *, stopped: bool = False) -> dict[str, Any]:

@@ -96,13 +96,15 @@ def valid_certificates(
     identity = identity_of(op, target)
     what = (identity.implementation, region, contract.profile, contract.dtype)
     own = [c for c in known if (c.implementation, c.region, c.profile, c.dtype) == what]
+    void = {(c, case): invalid_because(c, identity, contract, region, case) for c in own for case in cases}
+    enough = [c for c in own if BUDGETS.index(c.budget) >= BUDGETS.index(budget.name)]
+    valid = {c: {case for case in cases if not void[c, case]} for c in enough}
     found: list[Certificate] = []
     for case in cases:
-        void = {c: invalid_because(c, identity, contract, region, case) for c in own}
-        valid = [c for c, why in void.items() if not why and BUDGETS.index(c.budget) >= BUDGETS.index(budget.name)]
-        if not valid:
+        admitting = [c for c in enough if case in valid[c]]
+        if not admitting:
             return [], list(dict.fromkeys(reason for why in void.values() for reason in why))
-        found.append(max(valid, key=lambda c: c.outputs))
+        found.append(max(admitting, key=lambda c: (len(valid[c]), c.outputs, c.digest())))
     return list(dict.fromkeys(found)), []
 
 

@@ -1,0 +1,63 @@
+"""Mutants of the CPU kernels are refused, and the message names the right one of the six points.
+
+A few are compiled here; ``benchmarks/mutants.py`` runs all of them and keeps the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import rlkernel.kernels.cpu as cpu
+import rlkernel.ops as ops
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.admission.variants import POINTS
+from tests.verify.mutants import MUTANTS, refuse
+
+HERE = (
+    "gemm: product and sum rounded apart",
+    "norm: tree pairs halves",
+    "norm: rounded before the weight",
+    "norm: last element left out of the mean",
+    "rope: in float64",
+    "rope: positions from the batch",
+    "embedding gradient: tokens descending",
+    "norm of gradients: leaves of 512",
+    "adamw: contracted",
+    "adamw: not clipped",
+)
+
+
+def test_there_are_mutants_of_every_point_and_kernel_and_their_edits_fit_the_sources():
+    assert len(MUTANTS) >= 60 and len({m.name for m in MUTANTS}) == len(MUTANTS)
+    counts = Counter(m.point for m in MUTANTS)
+    assert set(counts) == set(POINTS) and min(counts.values()) >= 8
+    edited = {file for m in MUTANTS for file, _, _ in m.edits}
+    assert edited >= {
+        "gemm.py", "microkernel.py", "norm.py", "rope.py", "activation.py", "embedding.py", "logprob.py",
+        "attention.py", "attention_tile.py", "attention_backward.py", "optimizer.py", "reductions.py", "primitives.py",
+    }  # fmt: skip
+    sources = {path.name: path.read_text() for path in Path(cpu.__file__).parent.glob("*.py")}
+    sources |= {name: (Path(ops.__file__).parent / name).read_text() for name in ("portable.py", "head.py")}
+    for mutant in MUTANTS:
+        texts = dict(sources)
+        for file, old, new in mutant.edits:
+            assert texts[file].count(old) == 1, (mutant.name, file, old)
+            texts[file] = texts[file].replace(old, new)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_mutant_is_killed_and_its_point_named(name, tmp_path):
+    (mutant,) = [m for m in MUTANTS if m.name == name]
+    package = f"mutant_{MUTANTS.index(mutant)}"
+    report = refuse(mutant, tmp_path, package, Workers(1))
+    assert report is not None, "it was admitted"
+    assert report["explanation"]["point"] == mutant.point, report["explanation"]
+    assert report["difference"]["expected"] != report["difference"]["found"]
+    assert report["region"] == mutant.region and report["case"] == mutant.case
+
+
+def test_the_sample_has_a_mutant_of_every_point():
+    assert {m.point for m in MUTANTS if m.name in HERE} == set(POINTS)
