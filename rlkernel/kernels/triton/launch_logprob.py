@@ -75,6 +75,11 @@ class MergeTile:
     unroll: int = 32
     num_warps: int = 4
 
+    @classmethod
+    def of(cls, rows: int) -> MergeTile:
+        """For so many rows: where there are few, more leaves at a time."""
+        return cls() if rows > 8 else cls(rows=4, block=256)
+
 
 FMA_TILE = Tile(64, 64, 32, 8, 4, 2)
 """Of products that are chains of fma, which the compiler unrolls."""
@@ -249,7 +254,7 @@ def linear_logprob(
                 own = product_tile or (FMA_TILE if mac == "fma" else Tile())
                 plain_gemm(x, w[first:last], mac=mac, out_dtype=torch.float32, out=part, tile=own)
             logits_leaves(part, targets, temperature, partials, first // VOCABULARY_LEAF, leaf_tile or LeafTile())
-    return merge(partials, vocabulary, shards, merge_tile or MergeTile())
+    return merge(partials, vocabulary, shards, merge_tile or MergeTile.of(rows))
 
 
 def fused_leaves(x: Tensor, w: Tensor, targets: Tensor, temperature: float, partials: Partials, tile: HeadTile) -> None:

@@ -85,7 +85,7 @@ def row_statistics(
     partials = Partials(len(z), triton.cdiv(z.shape[1], VOCABULARY_LEAF), z.device)
     if len(z):
         logits_leaves(z, targets, temperature, partials, 0, leaf_tile or LeafTile())
-    return merge(partials, z.shape[1], shards, merge_tile or MergeTile())
+    return merge(partials, z.shape[1], shards, merge_tile or MergeTile.of(len(z)))
 
 
 def sample(
@@ -166,7 +166,7 @@ def sample(
             num_warps=1,
             **_options(),
         )
-    return tokens, merge(partials, columns, shards, merge_tile or MergeTile())
+    return tokens, merge(partials, columns, shards, merge_tile or MergeTile.of(rows))
 
 
 def _truncate(z: Tensor, factor: float, how: str, keys: DeviceSamplingKeys, best: Tensor) -> Tensor:

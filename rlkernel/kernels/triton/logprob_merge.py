@@ -50,7 +50,9 @@ def _weigh(maxima, sums, moments, row, present, R, first, last, ROWS: tl.constex
         shift = m - top[None, :]
         weight = exp2_full(shift * _LOG2E)
         tl.store(moments + at, _moved(s, shift, u, weight), mask=inside)
-        tl.store(maxima + at, tl.where(m == -_INF, constant(m, -0.0), weight), mask=inside)
+        # by its pattern: the compiler has no -0 in tl.full
+        pattern = tl.where(m == -_INF, _SKIPPED, weight.to(tl.int32, bitcast=True))
+        tl.store(maxima + at, pattern.to(tl.float32, bitcast=True), mask=inside)
     return top
 
 
@@ -78,22 +80,25 @@ def _shards(
     size,
     shard: tl.constexpr,
     COUNT: tl.constexpr,
+    WEIGHED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Tree over COUNT shards from ``shard`` on: S and U, float32 [ROWS]."""
+    """Tree over COUNT shards from ``shard`` on: S and U, float32 [ROWS]. WEIGHED: ``_weigh`` was called, giving top."""
     if COUNT > 1:
         HALF: tl.constexpr = COUNT // 2
-        s, u = _shards(maxima, sums, moments, row, present, top, R, leaves, size, shard, HALF, ROWS, BLOCK, UNROLL)
+        s, u = _shards(
+            maxima, sums, moments, row, present, top, R, leaves, size, shard, HALF, False, ROWS, BLOCK, UNROLL
+        )
         t, v = _shards(
-            maxima, sums, moments, row, present, top, R, leaves, size, shard + HALF, HALF, ROWS, BLOCK, UNROLL
+            maxima, sums, moments, row, present, top, R, leaves, size, shard + HALF, HALF, False, ROWS, BLOCK, UNROLL
         )
         return s + t, u + v
     else:
         first = shard * size
         last = tl.minimum(first + size, leaves)
-        m_shard = _weigh(maxima, sums, moments, row, present, R, first, last, ROWS, BLOCK)
+        m_shard = top if WEIGHED else _weigh(maxima, sums, moments, row, present, R, first, last, ROWS, BLOCK)
         tl.debug_barrier()  # other threads of the program wrote what the chain reads
         total = tl.zeros((ROWS,), tl.float32)
         moment = tl.zeros((ROWS,), tl.float32)
@@ -102,7 +107,7 @@ def _shards(
                 leaf = tl.zeros_like(row) + (start + step)
                 inside = present & (leaf < last)
                 at = leaf.to(tl.int64) * R + row
-                weight = tl.load(maxima + at, mask=inside, other=-0.0)
+                weight = tl.load(maxima + at, mask=inside, other=0.0)
                 s = tl.load(sums + at, mask=inside, other=0.0)
                 u = tl.load(moments + at, mask=inside, other=0.0)
                 live = inside & (weight.to(tl.int32, bitcast=True) != _SKIPPED)
@@ -143,8 +148,13 @@ def merge_leaves(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = row < R
-    top = _largest(maxima, row, present, R, leaves, ROWS, BLOCK)
-    total, moment = _shards(maxima, sums, moments, row, present, top, R, leaves, size, 0, SHARDS, ROWS, BLOCK, UNROLL)
+    if SHARDS == 1:
+        top = _weigh(maxima, sums, moments, row, present, R, 0, leaves, ROWS, BLOCK)
+    else:
+        top = _largest(maxima, row, present, R, leaves, ROWS, BLOCK)
+    total, moment = _shards(
+        maxima, sums, moments, row, present, top, R, leaves, size, 0, SHARDS, SHARDS == 1, ROWS, BLOCK, UNROLL
+    )
     log_sum = log2_full(total) * _LN2
     target = tl.load(chosen + row, mask=present, other=0.0)
     tl.store(out + row, top, mask=present)
