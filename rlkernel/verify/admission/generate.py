@@ -177,7 +177,7 @@ def _head(plan: Plan) -> list[Problem]:
     problems = [
         _head_problem(plan, "few rows", count, 300, 0, FINITE_HAZARDS),
         _head_problem(plan, "padding of the vocabulary", 9, 129, 5),
-        _head_problem(plan, "many rows", 12, 257, 37),
+        _head_problem(plan, "many rows", 12, 257, 601),
         _head_problem(plan, "K not a multiple of the tile", 70, 66, 3),
         _head_problem(plan, "one row", 16, 1000, 1),
         _head_problem(plan, "one column", 4, 1, 2),
