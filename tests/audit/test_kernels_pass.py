@@ -25,7 +25,8 @@ def test_passes(kernel: Audited) -> None:
 
 def test_every_kernel_stands_on_both_targets() -> None:
     on = [{k.name.split()[0] for k in KERNELS if k.target is target} for target in TARGETS]
-    assert on[0] - on[1] == {"hardware_exp2"}  # an instruction that only sm_90 has
+    # an instruction that only sm_90 has, and a chain whose rows gfx942 scales by scalar loads, which have no model
+    assert on[0] - on[1] == {"hardware_exp2", "rms_norm_dw"}
     assert not on[1] - on[0]
     profiles = {(k.target.name, k.claims.split()[0]) for k in KERNELS if k.name.startswith("gemm")}
     assert profiles == {("sm_90", "hopper"), ("sm_90", "portable"), ("gfx942", "cdna3"), ("gfx942", "portable")}

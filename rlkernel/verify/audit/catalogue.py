@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,14 @@ from rlkernel.contract.claims import Topology
 from rlkernel.contract.points import Dependency, Merge, Precision, SixPoints, Split
 from rlkernel.contract.profiles import DIV, EX2_SM90, EXP2, EXP2_P3, LOG2, MAX, SQRT
 from rlkernel.kernels.triton import elementwise as kernels
-from rlkernel.kernels.triton.gemm import gemm
 from rlkernel.kernels.triton.launch import Tile, lanes
 from rlkernel.kernels.triton.norm import rms_norm
 from rlkernel.kernels.triton.reductions import row_reduction
 from rlkernel.models.config import ModelConfig
 from rlkernel.reference.primitives import PRIMITIVES
 from rlkernel.verify.audit import launches
+from rlkernel.verify.audit.audited import Audited, gemm_variant, pointers, type_of
+from rlkernel.verify.audit.catalogue_model import model_kernels
 from rlkernel.verify.audit.launches import Launch
 from rlkernel.verify.audit.targets import GFX942, SM_90, TARGETS, Target, Variant
 
@@ -36,19 +36,6 @@ _MODEL = ModelConfig(
     head_dim=128,
     max_position=64,
 )
-_TYPES = {"float32": "*fp32", "bfloat16": "*bf16"}
-
-
-@dataclass(frozen=True)
-class Audited:
-    """One kernel on one target. ``claims`` says in words which entry it is held to."""
-
-    name: str
-    target: Target
-    claims: str
-    entry: SixPoints
-    variant: Variant
-    launches: tuple[Launch, ...] = field(default=(), repr=False)
 
 
 def entry(profile: str, dtype: str, region: str, leaves: int = 1) -> SixPoints:
@@ -63,48 +50,10 @@ def scalar_entry(primitive: str) -> SixPoints:
     return SixPoints(Dependency(("x",), "none"), Split(), Merge(), scalar, (), ((primitive, primitive),))
 
 
-def _pointers(names: Iterable[str], kind: str) -> tuple[tuple[str, str], ...]:
-    return tuple((name, kind) for name in names)
-
-
-def gemm_variant(dtype: str, tile: Tile, leaves: int, *, fma: bool, even: bool = True, **options: Any) -> Variant:
-    """The GEMM for one tile; ``fma``: the portable chain."""
-    pointer = _TYPES[dtype]
-    return Variant(
-        gemm,
-        (
-            *_pointers(("a", "b", "c", "bias"), pointer),
-            ("grad", "*fp32"),
-            ("M", "i32"),
-            ("N", "i32"),
-            ("K", "i32"),
-            ("zero", "fp32"),
-        ),
-        (
-            ("LEAVES", leaves),
-            ("SPLIT", False),
-            ("HAS_BIAS", False),
-            ("CONTINUES", False),
-            ("A_DEPTH_FIRST", False),
-            ("B_DEPTH_FIRST", False),
-            ("WIDEN", fma),
-            ("EVEN", even),
-            ("BLOCK_M", tile.block_m),
-            ("BLOCK_N", tile.block_n),
-            ("BLOCK_K", tile.block_k),
-            ("GROUP_M", tile.group_m),
-        ),
-        ("N", "K") if even else (),
-        tile.num_warps,
-        tile.num_stages,
-        options,
-    )
-
-
 def scalar_variant(function: Any, operands: int, block: int = 1024) -> Variant:
     """An elementwise kernel on float32."""
     names = ("x",) if operands == 1 else ("a", "b")
-    signature = (*_pointers((*names, "out"), "*fp32"), ("count", "i32"))
+    signature = (*pointers((*names, "out"), "*fp32"), ("count", "i32"))
     return Variant(function, signature, (("BLOCK", block),))
 
 
@@ -143,12 +92,12 @@ def _rows() -> Iterator[Audited]:
         for dtype, width, rows, warps in (("bfloat16", 1024, 1, 4), ("float32", 200, 2, 2)):
             claimed = profile if dtype == "bfloat16" else "portable"
             points = entry(claimed, dtype, "rms_norm")
-            pointer = _TYPES[dtype]
+            pointer = type_of(dtype)
             constants = (("N", width), ("ROWS", rows), ("LANES", lanes(width)))
             norm = Variant(
                 rms_norm,
                 (
-                    *_pointers(("x", "branch", "w", "stream", "y"), pointer),
+                    *pointers(("x", "branch", "w", "stream", "y"), pointer),
                     ("inv_rms", "*fp32"),
                     ("row_count", "i32"),
                     ("eps", "fp32"),
@@ -243,4 +192,4 @@ def _product(
 
 def audited_kernels() -> tuple[Audited, ...]:
     """Every kernel that ``vime audit`` compiles and reads."""
-    return (*_scalars(), *_rows(), *_products())
+    return (*_scalars(), *_rows(), *_products(), *model_kernels())

@@ -41,22 +41,26 @@ class Launch:
     product: Sum | None = None
 
 
-def _random(shape: tuple[int, ...], dtype: str, seed: int) -> NDArray[np.float32]:
+def random_values(shape: tuple[int, ...], dtype: str, seed: int) -> NDArray[np.float32]:
+    """Normal values of the dtype, held in float32."""
     data = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     if dtype == "bfloat16":
         data = (data.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return data
 
 
-def _elements(number: int, shape: tuple[int, ...]) -> Symbols:
+def elements(number: int, shape: tuple[int, ...]) -> Symbols:
+    """Symbols of all elements of argument ``number``."""
     return symbols.element(number, np.arange(int(np.prod(shape)))).reshape(shape)
 
 
-def _zero(shape: tuple[int, ...]) -> Symbols:
+def zero(shape: tuple[int, ...]) -> Symbols:
+    """The constant +0."""
     return np.full(shape, symbols.constant(0)[0])
 
 
-def _as_output(value: Symbols, dtype: str) -> Symbols:
+def as_output(value: Symbols, dtype: str) -> Symbols:
+    """Rounded to the dtype."""
     return symbols.cast_bf16(value) if dtype == "bfloat16" else value
 
 
@@ -69,10 +73,10 @@ def matrix_product(entry: SixPoints, m: int, n: int, k: int, dtype: str, tiles: 
     leaves, step = entry.split.leaves, entry.split.step
     if entry.merge.leaf != "ascending_chain" or (leaves > 1 and entry.merge.leaves != "balanced_tree") or k % leaves:
         raise ContractError(f"the entry ({entry.split}, {entry.merge}) with K = {k} is no tree of ascending chains")
-    a, b = _elements(0, (m, k)), _elements(1, (n, k))
+    a, b = elements(0, (m, k)), elements(1, (n, k))
     parts = []
     for leaf in range(leaves):
-        acc = _zero((m, n))
+        acc = zero((m, n))
         for first in range(leaf * k // leaves, (leaf + 1) * k // leaves, step):
             last = min(first + step, (leaf + 1) * k // leaves)
             if dict(entry.primitives)["mac"] == "fma.rn.f32":
@@ -81,8 +85,8 @@ def matrix_product(entry: SixPoints, m: int, n: int, k: int, dtype: str, tiles: 
                 acc = symbols.unit_step(symbols.unit_products(a[:, first:last], b[:, first:last]), acc, False)
         parts.append(acc)
     arguments = (
-        Argument("a", dtype=dtype, shape=(m, k), data=_random((m, k), dtype, 1)),
-        Argument("b", dtype=dtype, shape=(n, k), data=_random((n, k), dtype, 2)),
+        Argument("a", dtype=dtype, shape=(m, k), data=random_values((m, k), dtype, 1)),
+        Argument("b", dtype=dtype, shape=(n, k), data=random_values((n, k), dtype, 2)),
         Argument("c", dtype=entry.precision.output, shape=(m, n)),
         Argument("bias", dtype=dtype, shape=(n,)),
         Argument("grad", dtype="float32", shape=(m, n)),
@@ -91,15 +95,16 @@ def matrix_product(entry: SixPoints, m: int, n: int, k: int, dtype: str, tiles: 
         Argument("K", k),
         Argument("zero", 0.0, "fp32"),
     )
-    expected = _as_output(symbols.tree(np.stack(parts)), entry.precision.output)
+    expected = as_output(symbols.tree(np.stack(parts)), entry.precision.output)
     what = f"{m}x{n}x{k}" + (f" in {leaves} leaves" if leaves > 1 else "")
     return Launch(what, arguments, tiles, {"c": expected}, {}, Sum(m, n, k, leaves, step))
 
 
-def _lane_sum(a: Symbols, b: Symbols, lanes: int) -> Symbols:
+def lane_sum(a: Symbols, b: Symbols, lanes: int) -> Symbols:
+    """``lane_sum`` of every row: strided chains, merged as a tree."""
     rows, n = a.shape
     width = min(lanes, 1 << max(0, n - 1).bit_length())
-    acc = _zero((rows, width))
+    acc = zero((rows, width))
     for first in range(0, n, width):
         used = min(width, n - first)
         acc[:, :used] = symbols.fma(a[:, first : first + used], b[:, first : first + used], acc[:, :used])
@@ -109,10 +114,10 @@ def _lane_sum(a: Symbols, b: Symbols, lanes: int) -> Symbols:
 def row_sum(entry: SixPoints, rows: int, n: int, dtype: str, blocks: int) -> Launch:
     """``row_reduction``: lane_sum of every row."""
     shape = (rows, n)
-    expected = _lane_sum(_elements(0, shape), _elements(1, shape), entry.split.lanes)
+    expected = lane_sum(elements(0, shape), elements(1, shape), entry.split.lanes)
     arguments = (
-        Argument("a", dtype=dtype, shape=shape, data=_random(shape, dtype, 3)),
-        Argument("b", dtype=dtype, shape=shape, data=_random(shape, dtype, 4)),
+        Argument("a", dtype=dtype, shape=shape, data=random_values(shape, dtype, 3)),
+        Argument("b", dtype=dtype, shape=shape, data=random_values(shape, dtype, 4)),
         Argument("out", dtype="float32", shape=(rows,)),
         Argument("row_count", rows),
     )
@@ -126,16 +131,16 @@ def root_mean_square_norm(entry: SixPoints, rows: int, n: int, dtype: str, block
     def constant(value: float) -> Symbols:
         return np.full(rows, symbols.constant(np.float32(value).view(np.uint32))[0])
 
-    x, w = _elements(0, shape), _elements(2, (n,))
-    total, width = _lane_sum(x, x, entry.split.lanes), np.full(rows, np.float32(n)).view(np.uint32)
+    x, w = elements(0, shape), elements(2, (n,))
+    total, width = lane_sum(x, x, entry.split.lanes), np.full(rows, np.float32(n)).view(np.uint32)
     mean = symbols.div(total, constant(float(n)), width, True)
     root = symbols.operation("sqrt.rn.f32", symbols.add(mean, constant(float(eps))))
     r = symbols.operation("div.rn.f32", constant(1.0), root)
-    y = _as_output(symbols.mul(symbols.mul(x, r[:, None]), w[None, :]), entry.precision.output)
+    y = as_output(symbols.mul(symbols.mul(x, r[:, None]), w[None, :]), entry.precision.output)
     arguments = (
-        Argument("x", dtype=dtype, shape=shape, data=_random(shape, dtype, 5)),
+        Argument("x", dtype=dtype, shape=shape, data=random_values(shape, dtype, 5)),
         Argument("branch", dtype=dtype, shape=shape),
-        Argument("w", dtype=dtype, shape=(n,), data=_random((n,), dtype, 6)),
+        Argument("w", dtype=dtype, shape=(n,), data=random_values((n,), dtype, 6)),
         Argument("stream", dtype=dtype, shape=shape),
         Argument("y", dtype=entry.precision.output, shape=shape),
         Argument("inv_rms", dtype="float32", shape=(rows,)),

@@ -111,12 +111,19 @@ def operation(name: str, *operands: Symbols) -> Symbols:
 
 
 def div(a: Symbols, b: Symbols, divisor_bits: Any, is_constant: Any) -> Symbols:
-    """div.rn.f32. By a constant power of two it is the product with the reciprocal: one real value, one rounding."""
+    """div.rn.f32. By a constant power of two it is the product with the reciprocal: one real value, one rounding.
+
+    By a negative constant it is the quotient by the positive one, with the other sign.
+    """
     bits = np.asarray(divisor_bits, dtype=np.uint32)
-    exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
+    flipped = is_constant & (bits >> np.uint32(31) == 1)
+    size = bits & np.uint32(0x7FFFFFFF)
+    exponent = size >> np.uint32(23)
     power = is_constant & (bits & np.uint32(0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
-    reciprocal = (bits & np.uint32(0x80000000)) | ((np.uint32(254) - np.minimum(exponent, 254)) << np.uint32(23))
-    return np.asarray(np.where(power, mul(a, constant(reciprocal)), operation("div.rn.f32", a, b)))
+    reciprocal = (np.uint32(254) - np.minimum(exponent, 254)) << np.uint32(23)
+    plain = operation("div.rn.f32", a, np.where(flipped, constant(size), b))
+    quotient = np.where(power, mul(a, constant(reciprocal)), plain)
+    return np.asarray(np.where(flipped, negative(quotient), quotient))
 
 
 def cast_bf16(x: Symbols) -> Symbols:

@@ -74,6 +74,10 @@ class GcnMachine:
         for i in range(preloaded):
             wave.s[2 + i] = self._kernarg[i]
         wave.s[count] = block
+        for axis in "yz":  # the grid of a launch has one axis
+            if directives.get(f"amdhsa_system_sgpr_workgroup_id_{axis}") == "1":
+                count += 1
+                wave.s[count] = 0
         wave.set_bits("v0", np.arange(LANES * index, LANES * (index + 1)))
         return wave
 

@@ -102,6 +102,11 @@ def _arithmetic(wave: WaveState, name: str, kind: str, wide: int, operands: Sequ
     elif name == "bfe" and kind == "u32":
         value = sources[0] >> (sources[1] & 31) & ((1 << (sources[1] >> 16 & 127)) - 1)
         wave.special["scc"] = int(value != 0)
+    elif name == "bfe" and kind == "i32":
+        width = sources[1] >> 16 & 127
+        field = sources[0] >> (sources[1] & 31) & ((1 << width) - 1)
+        value = (field - ((field >> (width - 1)) << width) if width else 0) & MASK32
+        wave.special["scc"] = int(value != 0)
     elif name.startswith("lshl") and name.endswith("_add") and wide == 1:
         total = (sources[0] << int(name[4])) + sources[1]
         value = total & MASK32

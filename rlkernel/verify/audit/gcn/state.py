@@ -154,6 +154,9 @@ class WaveState:
             if count != 2:
                 raise NotModelled(f"{text} where a pair of registers is read")
             return self.register(file, first + part)
+        if text[0] == "s" and "[" in text:
+            _, first, _ = register_range(text)
+            return words.plain(self.scalar(f"s{first + part}", 1), LANES)
         return self.vector_range(text, 2)[part]
 
     def wide(self, text: str) -> NDArray[np.uint64]:

@@ -20,6 +20,13 @@ def _none() -> Any:
     return np.zeros(LANES, dtype=np.uint64)
 
 
+def _signed_bit_field(x: Any, offset: Any, width: Any) -> Any:
+    offset, width = offset.astype(np.int64) & 31, width.astype(np.int64) & 31
+    field = (x.astype(np.int64) >> offset) & ((1 << width) - 1)
+    signed = field - ((field >> np.maximum(width - 1, 0)) << width)
+    return np.where(width > 0, signed, 0).astype(np.int32).view(np.uint32)
+
+
 def _integer(f: Callable[..., Any]) -> Handler:
     def run(w: WaveState, o: Sequence[str], _: Instruction) -> None:
         with np.errstate(all="ignore"):
@@ -63,6 +70,20 @@ def _packed(f: Callable[..., Word]) -> Handler:
         w.set_range(o[0], results)
 
     return run
+
+
+def _xor(w: WaveState, o: Sequence[str], _: Instruction) -> None:
+    a, b = (w.vector(text) for text in o[1:])
+    for sign, other in ((a, b), (b, a)):
+        if bool(np.all(sign.bits == np.uint32(0x80000000))):  # the other sign of a float32, and the same symbol
+            w.set_vector(o[0], words.negated(other))
+            return
+    w.set_bits(o[0], a.bits ^ b.bits)
+
+
+def _packed_move(w: WaveState, o: Sequence[str], i: Instruction) -> None:
+    chosen = [int(x) for x in i.modifiers.get("op_sel", "[0,0]").strip("[]").split(",")]
+    w.set_range(o[0], [w.half_of_pair(text, part) for text, part in zip(o[1:], chosen, strict=True)])
 
 
 def _move(w: WaveState, o: Sequence[str], i: Instruction) -> None:
@@ -285,6 +306,7 @@ HANDLERS: Mapping[str, Handler] = {
     "v_fmaak_f32": _float(words.fused),
     "v_fmamk_f32": _float(words.fused),
     "v_fmac_f32": _fmac,
+    "v_pk_mov_b32": _packed_move,
     "v_pk_fma_f32": _packed(words.fused),
     "v_pk_mul_f32": _packed(words.multiplied),
     "v_pk_add_f32": _packed(words.added),
@@ -299,7 +321,8 @@ HANDLERS: Mapping[str, Handler] = {
     "v_add_lshl_u32": _integer(lambda a, b, n: (a + b) << (n & np.uint32(31))),
     "v_xad_u32": _integer(lambda a, b, c: (a ^ b) + c),
     "v_or3_b32": _integer(lambda a, b, c: a | b | c),
-    "v_xor_b32": _integer(lambda a, b: a ^ b),
+    "v_xor_b32": _xor,
+    "v_bfe_i32": _integer(_signed_bit_field),
     "v_not_b32": _integer(lambda a: ~a),
     "v_bfrev_b32": _integer(lambda a: np.array([int(f"{int(x):032b}"[::-1], 2) for x in a], dtype=np.uint32)),
     "v_ashrrev_i32": _integer(lambda n, x: (_i32(x) >> _i32(n & np.uint32(31))).view(np.uint32)),
