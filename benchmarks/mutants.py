@@ -1,6 +1,6 @@
 """Every mutant of the CPU kernels against admission: each has to be refused, with the right point of the six.
 
-    python -m benchmarks.mutants [--only TEXT] [--out benchmarks/results/mutants.json]
+    python -m benchmarks.mutants [--only TEXT] [--out benchmarks/results/mutants.json [--keep]]
 
 Mutants are compiled one after the other (a few seconds each); CI runs some of them, this script all. Exit code 1 if one
 survives or another point is named.
@@ -24,7 +24,7 @@ from tests.verify.mutants import MUTANTS, Mutant, refuse
 
 
 def judge(mutant: Mutant, folder: Path, number: int) -> dict[str, Any]:
-    """A row: the mutant's point, what admission said, CPU seconds, and the digest of the kernels it was made of."""
+    """A row: the mutant's point, what admission said, CPU seconds, and digests of the kernels and of the admission."""
     start = time.process_time()
     report = refuse(mutant, folder, f"mutant_{number}", Workers(1))
     explanation = (report or {}).get("explanation", {})
@@ -35,6 +35,7 @@ def judge(mutant: Mutant, folder: Path, number: int) -> dict[str, Any]:
         "sentence": explanation.get("sentence", ""), "alternatives": explanation.get("alternatives", []),
         "first_difference": (report or {}).get("difference"), "problem": (report or {}).get("problem"),
         "cpu_seconds": round(time.process_time() - start, 1), "kernels": kernels_digest(),
+        "specification": specification_digest(),
     }  # fmt: skip
 
 
@@ -60,23 +61,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of mutants that are not run now")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    bound = {"specification": specification_digest(), "toolchain": dict(cpu_toolchain())}
+    kept = json.loads(options.out.read_text())["mutants"] if options.keep else []
+    rows = {row["mutant"]: row for row in kept if options.only not in row["mutant"]}
+    specification_digest()  # of the sources that are loaded now, for all rows of this run
     with tempfile.TemporaryDirectory() as folder:
         for number, mutant in enumerate(MUTANTS):
             if options.only not in mutant.name:
                 continue
-            rows.append(row := judge(mutant, Path(folder), number))
+            row = rows[mutant.name] = judge(mutant, Path(folder), number)
             mark = "ok      " if row["named"] == row["point"] else "WRONG   " if row["killed"] else "SURVIVED"
             print(f"{mark} {row['mutant']}: {row['point']} -> {row['named']}: {row['sentence']}", flush=True)
             if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(
-                    json.dumps({"summary": summarise(rows), **bound, "mutants": rows}, indent=1) + "\n"
-                )
-    print(json.dumps(summarise(rows)))
-    return 1 if any(row["named"] != row["point"] for row in rows) else 0
+                write(options.out, rows)
+    print(json.dumps(summarise(list(rows.values()))))
+    return 1 if any(row["named"] != row["point"] for row in rows.values()) else 0
+
+
+def write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """All rows in the mutants' order, below their summary."""
+    ordered = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
+    data = {"summary": summarise(ordered), "toolchain": dict(cpu_toolchain()), "mutants": ordered}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
