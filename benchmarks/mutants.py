@@ -1,6 +1,6 @@
 """Every mutant of the CPU kernels against admission: each has to be refused, with the right point of the six.
 
-    python -m benchmarks.mutants [--only TEXT] [--out benchmarks/results/mutants.json [--keep]]
+    python -m benchmarks.mutants [--only EXPRESSION] [--out benchmarks/results/mutants.json [--keep]]
 
 Mutants are compiled one after the other (a few seconds each); CI runs some of them, this script all. Exit code 1 if one
 survives or another point is named.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -59,16 +60,16 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Run, print, write after every mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--only", default="", help="mutants in whose name this expression is found")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of mutants that are not run now")
     options = parser.parse_args()
     kept = json.loads(options.out.read_text())["mutants"] if options.keep else []
-    rows = {row["mutant"]: row for row in kept if options.only not in row["mutant"]}
+    rows = {row["mutant"]: row for row in kept if not re.search(options.only, row["mutant"])}
     specification_digest()  # of the sources that are loaded now, for all rows of this run
     with tempfile.TemporaryDirectory() as folder:
         for number, mutant in enumerate(MUTANTS):
-            if options.only not in mutant.name:
+            if not re.search(options.only, mutant.name):
                 continue
             row = rows[mutant.name] = judge(mutant, Path(folder), number)
             mark = "ok      " if row["named"] == row["point"] else "WRONG   " if row["killed"] else "SURVIVED"
