@@ -223,14 +223,17 @@ class GpuPlace:
         return Admitted((*own.certificates, *loss.certificates), (*own.made, *loss.made), tuple(notes))
 
     def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
-        """Admitted on this GPU."""
+        """Admitted on this GPU; first uses are checked on live operands."""
+        from rlkernel.verify.admission.first_use_device import with_device_first_use_checks
+
         faced = self._faced(contract)
         admitted = self._admitted(faced, contract, workers)
         chosen = compose(contract, admitted.certificates, [Candidate(region, op) for region, op in faced])
         evidence.facts["certificates"] = _told(admitted)
         faced_ops: dict[str, Any] = dict(chosen.ops)
         ops = {kind: op.op for kind, op in faced_ops.items()}
-        return Composition("exact", ops, chosen.head.op, chosen.certificates)
+        admitted_ops = Composition("exact", ops, chosen.head.op, chosen.certificates)
+        return with_device_first_use_checks(admitted_ops, contract, evidence, self.device)
 
     def weights(
         self, contract: Contract, definition: ModelDefinition, tensors: Tensors, numerics: Numerics, workers: Workers,

@@ -24,7 +24,13 @@ from rlkernel.ops.weights import DTYPES
 from rlkernel.verify.admission.bits import Results
 from rlkernel.verify.admission.sources import device_target, torch_toolchain
 
-SOURCES = ("rlkernel.kernels.triton", "rlkernel.ops.device", "rlkernel.contract.constants")
+SOURCES = (
+    "rlkernel.kernels.triton",
+    "rlkernel.kernels.products",
+    "rlkernel.kernels.vendor",
+    "rlkernel.ops.device",
+    "rlkernel.contract.constants",
+)
 Array = NDArray[np.float32]
 
 

@@ -20,6 +20,7 @@ from rlkernel.ops.device.weights import DeviceWeights
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
+from rlkernel.verify.admission.first_use_device import with_device_first_use_checks
 from rlkernel.verify.evidence import Evidence
 
 PLACE = torch.device("cpu")
@@ -63,9 +64,10 @@ def runners(model: ModelConfig, tp: int = 1, seed: int = 0) -> tuple[ModelRunner
     )  # fmt: skip
     contract = build_contract(model, topology=Topology(tp=tp))
     own = DeviceWeights(definition, weights, dtype="float32", tp=tp, device=PLACE)
-    composition = Composition("exact", device_ops(), LinearLogprob())
+    evidence, plain = Evidence("device"), Composition("exact", device_ops(), LinearLogprob())
+    composition = with_device_first_use_checks(plain, contract, evidence, PLACE)
     return cpu, DeviceRunner(
-        definition, own, composition, Evidence("device"), contract, max_position=model.max_position
+        definition, own, composition, evidence, contract, max_position=model.max_position
     )  # fmt: skip
 
 
