@@ -96,7 +96,9 @@ def sums_by_layout(a, b, out, row_count, N: tl.constexpr, ROWS: tl.constexpr, LA
 
 
 @triton.jit
-def tf32_product(a, b, c, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def tf32_product(
+    a, b, c, bias, grad, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     rows, columns, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     acc = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -107,7 +109,9 @@ def tf32_product(a, b, c, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def folded_leaves(a, b, c, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def folded_leaves(
+    a, b, c, bias, grad, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     rows, columns, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     x = tl.load(a + rows[:, None] * K + k[None, :])
     y = tl.load(b + columns[None, :] * K + k[:, None])
@@ -119,7 +123,9 @@ def folded_leaves(a, b, c, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
-def descending(a, b, c, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def descending(
+    a, b, c, bias, grad, M, N, K, zero, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     rows, columns, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     acc = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -140,7 +146,8 @@ def _product(
 ) -> Audited:
     points = entry(profile, dtype, "o_proj", leaves)
     pointer = "*bf16" if dtype == "bfloat16" else "*fp32"
-    names = (("a", pointer), ("b", pointer), ("c", pointer), ("M", "i32"), ("N", "i32"), ("K", "i32"), ("zero", "fp32"))
+    names = tuple((name, pointer) for name in ("a", "b", "c", "bias"))
+    names += (("grad", "*fp32"), ("M", "i32"), ("N", "i32"), ("K", "i32"), ("zero", "fp32"))
     constants = (("BLOCK_M", 64), ("BLOCK_N", 64), ("BLOCK_K", 32))
     variant = Variant(function, names, constants, ("N", "K"))
     depth = 64 if leaves > 1 else 96

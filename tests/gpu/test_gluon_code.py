@@ -26,7 +26,7 @@ def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("N", "STRIDE")
+        if signature[name].startswith("*") or name == "N"
     }
     options = compiler_options("cuda") | {"num_warps": warps}
     source = GluonASTSource(kernel, signature, constants, aligned)
@@ -86,12 +86,14 @@ def test_other_layouts_add_nothing(keys: dict[str, bool]) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 def test_a_step_of_a_chain_is_one_operation(norm: bool, expected: set[str], kind: str) -> None:
     types = {"dy": f"*{kind}", "x": f"*{kind}", "inv_rms": "*fp32", "total": "*fp32"}
-    types |= dict.fromkeys(("rows", "N", "STRIDE"), "i32")
+    types |= dict.fromkeys(("rows", "width", "stride"), "i32")  # whatever they are divisible by
     block, columns = 8, 32
     constants = {
         "GROUPS": 4, "PER": 2, "SLOTS": 4, "FIRST": 0, "BLOCK": block, "COLUMNS": columns, "STAGES": 3, "NORM": norm,
         "VECTOR": 8 if kind == "bf16" else 4,
     }  # fmt: skip
-    found = _floats(_compile(column_chain, types, constants, 1))
+    ptx = _compile(column_chain, types, constants, 1)
+    assert ptx.count("cp.async.cg.shared.global") and "cp.async.ca" not in ptx  # 16 bytes at a time
+    found = _floats(ptx)
     assert {name.split(".")[0] for name in found} == expected and all("ftz" not in name for name in found)
     assert all(count == block * columns // 32 for count in found.values())

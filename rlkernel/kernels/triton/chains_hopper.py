@@ -34,18 +34,21 @@ def _copy(
 
 @gluon.jit
 def column_chain(
-    dy, x, inv_rms, total, rows, N, STRIDE,
+    dy, x, inv_rms, total, rows, width, stride,
     GROUPS: gl.constexpr, PER: gl.constexpr, SLOTS: gl.constexpr, FIRST: gl.constexpr,
     BLOCK: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, NORM: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """With NORM ``total[i] = fma(dy[t, i], x[t, i] * r[t], total[i])``, else ``add(total[i], dy[t, i])``, t ascending.
 
     Args:
-        dy: [rows, N]; ``total``: float32 [N], continued in place; ``inv_rms``: float32 [rows], r.
+        dy: [rows, N], N = width * VECTOR; ``total``: float32 [N], continued in place; ``inv_rms``: float32 [rows], r.
         x: rows of N elements, row t = (token, head) at ((token * GROUPS + head // PER) * SLOTS + FIRST + head % PER) *
-            STRIDE; plain rows are GROUPS = PER = SLOTS = 1, FIRST = 0, STRIDE = N.
-        BLOCK: rows copied at a time, at most 32; VECTOR: elements of 16 bytes.
+            stride * VECTOR; plain rows are GROUPS = PER = SLOTS = 1, FIRST = 0, stride = width.
+        BLOCK: rows copied at a time, at most 32; VECTOR: elements of 16 bytes. Widths come in this unit, so that the
+            compiler sees rows that can be copied 16 bytes at a time.
     """
+    N = width * VECTOR
+    STRIDE = stride * VECTOR
     wide: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // COLUMNS, COLUMNS // VECTOR], [1, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])

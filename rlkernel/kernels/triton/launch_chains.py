@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from rlkernel.errors import ContractError
 from rlkernel.kernels.triton.chains_hopper import column_chain as kernel
 from rlkernel.kernels.triton.launch import compiler_options
 
@@ -52,15 +53,20 @@ def column_chain(
 
     Args:
         dy: [R, N]; ``total``: float32 [N], in place; ``x``: rows at ``rows``, ``inv_rms``: float32 [R].
+
+    Raises:
+        ContractError: rows that :func:`copies` refuses.
     """
-    tuning, width = tuning or ChainTuning(), total.shape[0]
+    tuning, width, vector = tuning or ChainTuning(), total.shape[0], _BYTES // dy.element_size()
     rows = rows or Rows(width)
+    if not copies(width, dy, dy if x is None else x):
+        raise ContractError(f"rows of {width} elements of {dy.dtype} cannot be copied {_BYTES} bytes at a time")
     if not dy.numel():
         return
     kernel[(triton.cdiv(width, tuning.columns),)](
         dy, dy if x is None else x, total if inv_rms is None else inv_rms, total,
-        dy.numel() // width, width, rows.stride,
+        dy.numel() // width, width // vector, rows.stride // vector,
         GROUPS=rows.groups, PER=rows.per, SLOTS=rows.slots, FIRST=rows.first,
         BLOCK=tuning.block, COLUMNS=tuning.columns, STAGES=tuning.stages, NORM=x is not None,
-        VECTOR=_BYTES // dy.element_size(), num_warps=1, **compiler_options("cuda"),
+        VECTOR=vector, num_warps=1, **compiler_options("cuda"),
     )  # fmt: skip
