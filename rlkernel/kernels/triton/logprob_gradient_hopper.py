@@ -51,7 +51,7 @@ def _differentiator(
             log_sum = gl.load(log_sums + row, mask=present, other=0.0)
             target = gl.load(targets + row, mask=present, other=-1)
             coefficient = gl.load(coefficients + row, mask=present, other=0.0)
-            c = gl.div_rn(coefficient, gl.zeros_like(coefficient) + divisor)
+            c = gl.div_rn(coefficient, gl.full_like(coefficient, divisor))
             p = _exp2_full(((z - top[:, None]) - log_sum[:, None]) * _LOG2E)
             hot = (target - first)[:, None] == v[None, :]
             value = (gl.where(hot, gl.full_like(p, 1.0), 0.0) - p) * c[:, None]

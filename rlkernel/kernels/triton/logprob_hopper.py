@@ -163,7 +163,7 @@ def _tree_eight(s, u, OUTER: gl.constexpr, thread: gl.constexpr):
 def _divided(z, temperature, DIVISION: gl.constexpr):
     """As ``logprob.divided``, and every NaN as 0x7FC00000."""
     if DIVISION == "quotient":
-        z = gl.div_rn(z, gl.zeros_like(z) + temperature)
+        z = gl.div_rn(z, gl.full_like(z, temperature))
     elif DIVISION == "product":
         z = z * temperature
     return gl.where(z == z, z.to(gl.uint32, bitcast=True), 0x7FC00000).to(gl.float32, bitcast=True)
