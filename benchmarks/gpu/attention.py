@@ -31,10 +31,8 @@ from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, var
 
 COPY_BANDWIDTH = 4.0e12
 """Bytes a second that a copy reaches on an H200."""
-VARIANTS = tuple(
-    (mode, split, warps) for warps in (4, 8) for mode, split in ((0, 512), (1, 512), (2, 512), (0, 1 << 20))
-)
-"""Of the warp-specialised forward: mode, keys of a split, warps of a group."""
+VARIANTS = ((False, 512), (True, 512), (False, 1 << 20), (False, 2048))
+"""Of the warp-specialised forward: turns at the matrix unit, keys of a split."""
 
 
 def seconds(function: Callable[[int], object], repeats: int = 12, warmups: int = 3) -> float:
@@ -78,15 +76,15 @@ class Training:
 
         return call
 
-    def specialised(self, mode: int, split: int = 512, warps: int = 4) -> Callable[[int], Any]:
-        """The warp-specialised forward; another split than the contract's gives other bits, it shows what splits cost."""
+    def specialised(self, pingpong: bool, split: int = 512) -> Callable[[int], Any]:
+        """The warp-specialised forward; another split than the contract's gives other bits, to see what splits cost."""
         out = torch.empty_like(self.sets[0][0])
         lse2 = torch.empty(out.shape[:2], device=DEVICE)
         points = replace(self.points, split=split)
 
         def call(i: int) -> Any:
             q, k, v, _ = self.sets[i % 2]
-            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, mode, warps)
+            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, pingpong)
 
         return call
 
@@ -265,10 +263,10 @@ def main() -> int:
                 lambda kind=kind, tile=tile: measure_candidate(training, decoding, kind, tile),
             )  # fmt: skip
     if training is not None and "specialised" in arguments.only:
-        for mode, split, warps in VARIANTS:
+        for pingpong, split in VARIANTS:
             record(
-                result, path, f"specialised forward, mode {mode}, split {split}, warps {warps}",
-                lambda m=mode, s=split, w=warps: rate(training.flops, seconds(training.specialised(m, s, w))),
+                result, path, f"specialised forward, pingpong {pingpong}, split {split}",
+                lambda p=pingpong, s=split: rate(training.flops, seconds(training.specialised(p, s))),
             )  # fmt: skip
         record(
             result, path, "specialised backward",

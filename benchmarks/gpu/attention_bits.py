@@ -1,4 +1,4 @@
-"""Attention kernels on a GPU against the interpreter of the contract, and against themselves: bits compared and differing.
+"""Attention kernels on a GPU against the interpreter of the contract and against themselves, bits counted.
 
     python -m benchmarks.gpu.attention_bits --out result.json [--only SECTION ...]
 
@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def four_cases(
     # chunks: keys of later chunks are not there yet
     seen = torch.zeros(len(q), dtype=torch.bool, device=DEVICE)
     items, cuts = [], [0, 1, 37, 128, 300, 517, 1000, 1 << 30]
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         spans = [(min(low, n), min(high, n)) for n in lengths]
         counts = tuple(b - a for a, b in spans)
         if not sum(counts):
@@ -314,7 +315,8 @@ FORWARD_TILES = tuple(
 BACKWARD_TILES = tuple(
     AttentionTile(rows, columns, warps, stages)
     for rows, columns, warps, stages in (
-        (64, 64, 4, 2), (64, 128, 8, 2), (128, 64, 8, 2), (32, 64, 4, 1), (64, 32, 4, 2), (16, 128, 4, 1), (128, 32, 8, 1),
+        (64, 64, 4, 2), (64, 128, 8, 2), (128, 64, 8, 2), (32, 64, 4, 1), (64, 32, 4, 2), (16, 128, 4, 1),
+        (128, 32, 8, 1),
         (32, 32, 2, 2), (16, 16, 1, 1), (64, 128, 4, 1),
     )
 )  # fmt: skip
@@ -358,8 +360,8 @@ def tiles_3() -> Iterator[Item]:
     yield from tiles(3, 4)
 
 
-def specialised(depth: int, variants: tuple[tuple[int, int], ...]) -> Iterator[Item]:
-    """The warp-specialised kernels against the plain ones; ``variants``: mode and warps of the forward."""
+def specialised(depth: int, *, gradients: bool) -> Iterator[Item]:
+    """The warp-specialised kernels against the plain ones."""
     from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, varlen_hopper
 
     forward, backward = entries("hopper", "bfloat16", depth)
@@ -376,13 +378,13 @@ def specialised(depth: int, variants: tuple[tuple[int, int], ...]) -> Iterator[I
         starts, longest = starts_of(lengths), max(lengths)
         expected = launch.attention_varlen(q, k, v, starts, longest, points, tile=FORWARD_TILES[0])
         name = f"D={depth}, {len(lengths)} sequences up to {longest}, heads {heads}"
-        for mode, warps in variants:
-            out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
-            varlen_hopper(q, k, v, starts, longest, points, out, lse2, mode, warps)
-            torch.cuda.synchronize()
-            yield compare(f"out {name}, mode {mode}, warps {warps}", out, expected[0])
-            yield compare(f"lse2 {name}, mode {mode}, warps {warps}", lse2, expected[1])
-        if variants[0] != (1, 4):
+        if not gradients:
+            for pingpong in (False, True):
+                out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
+                varlen_hopper(q, k, v, starts, longest, points, out, lse2, pingpong)
+                torch.cuda.synchronize()
+                yield compare(f"out {name}, pingpong {pingpong}", out, expected[0])
+                yield compare(f"lse2 {name}, pingpong {pingpong}", lse2, expected[1])
             continue
         dout = draw("normal", sum(lengths), heads, depth, torch.bfloat16, 22)[0]
         arguments = (dout, q, k, v, *expected, starts, longest, gradient_points)
@@ -395,15 +397,19 @@ def specialised(depth: int, variants: tuple[tuple[int, int], ...]) -> Iterator[I
 
 
 def hopper_specialised() -> Iterator[Item]:
-    yield from specialised(128, ((1, 4),))
+    yield from specialised(128, gradients=False)
 
 
 def hopper_specialised_64() -> Iterator[Item]:
-    yield from specialised(64, ((1, 4),))
+    yield from specialised(64, gradients=False)
 
 
-def hopper_variants() -> Iterator[Item]:
-    yield from specialised(128, ((0, 4), (1, 8), (0, 8)))
+def hopper_specialised_gradients() -> Iterator[Item]:
+    yield from specialised(128, gradients=True)
+
+
+def hopper_specialised_gradients_64() -> Iterator[Item]:
+    yield from specialised(64, gradients=True)
 
 
 SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
@@ -419,7 +425,8 @@ SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
     portable_cases,
     hopper_specialised,
     hopper_specialised_64,
-    hopper_variants,
+    hopper_specialised_gradients,
+    hopper_specialised_gradients_64,
     tiles_0,
     tiles_1,
     tiles_2,

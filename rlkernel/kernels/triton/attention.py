@@ -25,7 +25,7 @@ from rlkernel.kernels.triton.primitives import exp2_full, log2_full
 @triton.jit
 def key_rows(j, inside, base, table, PAGE: tl.constexpr):
     """Row of the cache (or of the packed keys, PAGE = 0) that holds key j of the sequence -> int64."""
-    if PAGE == 0:
+    if PAGE == 0:  # noqa: SIM108
         rows = base + j
     else:
         rows = tl.load(table + j // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + j % PAGE
@@ -66,11 +66,11 @@ def accumulate(
 
 @triton.jit
 def one_block(
-    q, k, v, m, l, acc, first, keys, positions, d, step, base, table, scale2, MASKED: tl.constexpr, D: tl.constexpr,
+    q, k, v, m, sums, acc, first, keys, positions, d, step, base, table, scale2, MASKED: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, MAC: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``first .. first + KEYS`` (below ``keys``) of the sequence enter the state m, l [ROWS], acc [ROWS, BLOCK_D]."""
+    """Keys ``first .. first + KEYS`` (below ``keys``) enter the state m, sums [ROWS], acc [ROWS, BLOCK_D]."""
     j = first + tl.arange(0, KEYS)
     inside = j < keys
     rows = key_rows(j, inside, base, table, PAGE)
@@ -81,11 +81,11 @@ def one_block(
         k_block = tl.load(k + places, mask=(d < D)[None, :], other=0.0)
     s = scores(q, operand(k_block, MAC), scale2)
     visible = j[None, :] <= positions[:, None]
-    p, m, alpha, l = online_weights(s, visible, m, l, MASKED, KIND, NARROW, ROWS, KEYS, LANES)
+    p, m, alpha, sums = online_weights(s, visible, m, sums, MASKED, KIND, NARROW, ROWS, KEYS, LANES)
     acc = accumulate(
         p, acc * alpha[:, None], v, rows, step, positions, first, keys, d, D, MASKED, MAC, table, base, PAGE, ROWS, KEYS
     )
-    return m, l, acc
+    return m, sums, acc
 
 
 @triton.jit(do_not_specialize=["table_step", "sequences", "tiles", "stash_splits"])
@@ -168,34 +168,34 @@ def attention_forward(
             q_tile = depth_operand(q_tile, d, D, BLOCK_D, MAC)
             largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             m = largest
-            l = tl.zeros((BLOCK_M,), tl.float32)
+            sums = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             splits = 1
             if SEVERAL:
                 splits = tl.cdiv(reached, SPLIT)
             for split in range(0, splits):
                 m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                l = tl.zeros((BLOCK_M,), tl.float32)
+                sums = tl.zeros((BLOCK_M,), tl.float32)
                 acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                 low = split * SPLIT
                 high = min(low + SPLIT, reached)
                 middle = min(max(full, low), high)
                 for first in range(low, middle, KEYS):
-                    m, l, acc = one_block(
-                        q_tile, head_k, head_v, m, l, acc, first, keys, position, d, step, base, my_table, scale2,
+                    m, sums, acc = one_block(
+                        q_tile, head_k, head_v, m, sums, acc, first, keys, position, d, step, base, my_table, scale2,
                         False, D, PAGE, MAC, KIND, NARROW, BLOCK_M, KEYS, LANES,
                     )  # fmt: skip
                 for first in range(middle, high, KEYS):
-                    m, l, acc = one_block(
-                        q_tile, head_k, head_v, m, l, acc, first, keys, position, d, step, base, my_table, scale2,
+                    m, sums, acc = one_block(
+                        q_tile, head_k, head_v, m, sums, acc, first, keys, position, d, step, base, my_table, scale2,
                         True, D, PAGE, MAC, KIND, NARROW, BLOCK_M, KEYS, LANES,
                     )  # fmt: skip
                 largest = tl.where(low <= position, larger(largest, m, KIND), largest)
-                if SEVERAL:
+                if SEVERAL:  # noqa: SIM102 (known when the kernel is compiled, the other is not)
                     if split + 1 < splits:
                         tl.store(my_stash + split * (BLOCK_M * BLOCK_D) + places, acc)
                         tl.store(my_rows + split * (2 * BLOCK_M) + local, m)
-                        tl.store(my_rows + split * (2 * BLOCK_M) + BLOCK_M + local, l)
+                        tl.store(my_rows + split * (2 * BLOCK_M) + BLOCK_M + local, sums)
             total = tl.zeros((BLOCK_M,), tl.float32)
             result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             if SEVERAL:
@@ -212,7 +212,7 @@ def attention_forward(
                 tl.debug_barrier()
             w = exp2_full(m - largest)
             seen = (splits - 1) * SPLIT <= position
-            total = tl.where(seen, tl.fma(l, w, total), total)
+            total = tl.where(seen, tl.fma(sums, w, total), total)
             wide = tl.broadcast_to(w[:, None], (BLOCK_M, BLOCK_D))
             result = tl.where(seen[:, None], tl.fma(acc, wide, result), result)
             result = tl.div_rn(result, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D)))

@@ -50,8 +50,8 @@ def row_dots(a, b, out, count, D: tl.constexpr, ROWS: tl.constexpr):
 def row_statistics(dout, out, lse2, lse, delta, starts, length, QH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     """lse2 [N, QH] and the row dots of dout and out [N, QH, D], a head's rows side by side: lse, delta [QH, length].
 
-    Row i of sequence s goes to column ``4 * ceil((starts[s] + 3 * s) / 4) + i``: sequences begin at multiples of 16 bytes,
-    as TMA reads them. The grid is (tiles of ROWS rows, QH, sequences).
+    Row i of sequence s goes to column ``4 * ceil((starts[s] + 3 * s) / 4) + i``: sequences begin at multiples of 16
+    bytes, as TMA reads them. The grid is (tiles of ROWS rows, QH, sequences).
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     begin = tl.load(starts + sequence)

@@ -27,7 +27,7 @@ def _largest_instruction(a, b):
 @triton.jit
 def larger(a, b, KIND: tl.constexpr):
     """The contract's ``max`` of a and b. sm_90 has it as an instruction: NaN if either is NaN, +0 above -0."""
-    if KIND == EX2_SM90:
+    if KIND == EX2_SM90:  # noqa: SIM108
         result = _largest_instruction(a, b)
     else:
         result = maximum(a, b)
@@ -37,7 +37,7 @@ def larger(a, b, KIND: tl.constexpr):
 @triton.jit
 def row_maximum(x, KIND: tl.constexpr):
     """The contract's ``max`` of each row of x [rows, columns]; its order is free."""
-    if KIND == EX2_SM90:
+    if KIND == EX2_SM90:  # noqa: SIM108
         result = tl.reduce(x, 1, _largest_instruction)
     else:
         result = tl.reduce(x, 1, maximum)
@@ -70,7 +70,7 @@ def _chain_of_groups(
 ):
     # values [ROWS, GROUPS * LANES]: groups are added to total [ROWS, LANES] one after the other
     if GROUPS == 1:
-        if CONTINUED:
+        if CONTINUED:  # noqa: SIM108
             result = total + values
         else:
             result = values
@@ -84,7 +84,7 @@ def _chain_of_groups(
 
 @triton.jit
 def lane_total(weights, ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr):
-    """Row sums of ``weights`` [ROWS, KEYS]: lane l adds keys l, l + LANES, ... ascending; then a tree of neighbours."""
+    """Row sums of ``weights`` [ROWS, KEYS]: lane i adds keys i, i + LANES, ... ascending; then a tree."""
     values = _chain_of_groups(weights, weights, False, ROWS, KEYS // LANES, LANES)
     LEVELS: tl.constexpr = LANES.bit_length() - 1
     for level in tl.static_range(LEVELS):
@@ -130,14 +130,14 @@ def scores(q, k, scale2):
 
 @triton.jit
 def online_weights(
-    s, visible, m, l, MASKED: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+    s, visible, m, sums, MASKED: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One block of the online softmax.
 
     Args:
         s: scores [ROWS, KEYS]; ``visible``: bool of that shape, used where MASKED.
-        m, l: running maximum and row sum [ROWS].
+        m, sums: running maximum and row sum [ROWS].
 
     Returns:
         weights (+0 where masked), the new maximum, the factor of what was accumulated, the new row sum. A row that sees
@@ -157,9 +157,9 @@ def online_weights(
         p = p.to(tl.bfloat16)
     wide = p.to(tl.float32)
     if LANES == 1:
-        total = chained_total(wide, l * alpha, ROWS, KEYS)
+        total = chained_total(wide, sums * alpha, ROWS, KEYS)
     else:
-        total = tl.fma(l, alpha, lane_total(wide, ROWS, KEYS, LANES))
+        total = tl.fma(sums, alpha, lane_total(wide, ROWS, KEYS, LANES))
     return p, new, alpha, total
 
 

@@ -67,23 +67,23 @@ def decode_split(
         q_tile = depth_operand(q_tile, d, D, BLOCK_D, MAC)
         my_table = table + sequence * table_step
         m = tl.full((ROWS,), float("-inf"), tl.float32)
-        l = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
         base = sequence  # not used with pages
         for first in range(low, min(middle, high), KEYS):
-            m, l, acc = one_block(
-                q_tile, k + kv_head * D, v + kv_head * D, m, l, acc, first, keys, row_positions, d, KVH * D, base,
+            m, sums, acc = one_block(
+                q_tile, k + kv_head * D, v + kv_head * D, m, sums, acc, first, keys, row_positions, d, KVH * D, base,
                 my_table, scale2, False, D, PAGE, MAC, KIND, NARROW, ROWS, KEYS, LANES,
             )  # fmt: skip
         if middle < high:
-            m, l, acc = one_block(
-                q_tile, k + kv_head * D, v + kv_head * D, m, l, acc, middle, keys, row_positions, d, KVH * D, base,
+            m, sums, acc = one_block(
+                q_tile, k + kv_head * D, v + kv_head * D, m, sums, acc, middle, keys, row_positions, d, KVH * D, base,
                 my_table, scale2, True, D, PAGE, MAC, KIND, NARROW, ROWS, KEYS, LANES,
             )  # fmt: skip
         places = (sequence * splits + split) * QH + head
         tl.store(part + places[:, None] * D + d[None, :], acc, mask=inside)
         tl.store(part_m + places, m, mask=present)
-        tl.store(part_l + places, l, mask=present)
+        tl.store(part_l + places, sums, mask=present)
 
 
 @triton.jit(do_not_specialize=["splits"])

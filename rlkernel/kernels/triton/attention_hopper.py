@@ -22,10 +22,12 @@ from rlkernel.contract import constants
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed it
 
-TILE = gl.constexpr(128)
-"""Query rows of an item."""
+ROWS = gl.constexpr(64)
+"""Query rows of a group of warps."""
+GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(128)
 LANES = gl.constexpr(8)
+STAGES = gl.constexpr(2)
 _PROPAGATE = gl.constexpr(PropagateNan.ALL)
 _ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
 _ROUND_BITS = gl.constexpr(constants.ROUND_TO_INTEGER_BITS)
@@ -85,9 +87,9 @@ def _log2_full(x):
 
 
 @gluon.jit
-def clear_rows(smem, present, HEIGHT: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+def clear_rows(smem, present, HEIGHT: gl.constexpr, D: gl.constexpr):
     """Rows of a tile [HEIGHT, D] from ``present`` on become +0: they are another sequence's, and may hold NaN."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
     for first in gl.static_range(0, HEIGHT, 16):
         if first + 16 > present:
@@ -107,23 +109,23 @@ def _sum_of_two(a, b):
 
 
 @gluon.jit
-def _chain_of_groups(values, total, CONTINUED: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
+def _chain_of_groups(values, total, CONTINUED: gl.constexpr, COUNT: gl.constexpr):
     if COUNT == 1:
-        if CONTINUED:
+        if CONTINUED:  # noqa: SIM108
             result = total + values
         else:
             result = values
     else:
         halves = gl.permute(gl.reshape(values, (ROWS, 2, COUNT // 2 * LANES)), (0, 2, 1))
         low, high = gl.split(halves)
-        result = _chain_of_groups(low, total, CONTINUED, COUNT // 2, ROWS)
-        result = _chain_of_groups(high, result, True, COUNT // 2, ROWS)
+        result = _chain_of_groups(low, total, CONTINUED, COUNT // 2)
+        result = _chain_of_groups(high, result, True, COUNT // 2)
     return result
 
 
 @gluon.jit
-def _lane_total(weights, layout: gl.constexpr, ROWS: gl.constexpr):
-    values = _chain_of_groups(weights, weights, False, KEYS // LANES, ROWS)
+def _lane_total(weights, layout: gl.constexpr):
+    values = _chain_of_groups(weights, weights, False, KEYS // LANES)
     values = gl.reduce(gl.reshape(values, (ROWS, 4, 2)), 2, _sum_of_two)
     values = gl.reduce(gl.reshape(values, (ROWS, 2, 2)), 2, _sum_of_two)
     values = gl.reduce(gl.reshape(values, (ROWS, 1, 2)), 2, _sum_of_two)
@@ -156,7 +158,7 @@ def _weights(x):
 
 
 @gluon.jit
-def _softmax(s, m, l, scale2, fresh, limit, MASKED: gl.constexpr, ROWS: gl.constexpr, S: gl.constexpr):
+def _softmax(s, m, sums, scale2, fresh, limit, MASKED: gl.constexpr, S: gl.constexpr):
     """Scores of one block -> bf16 weights, new maximum, factor, new row sum. ``fresh``: first block of a split."""
     rows: gl.constexpr = gl.SliceLayout(1, S)
     s = s * scale2
@@ -165,7 +167,7 @@ def _softmax(s, m, l, scale2, fresh, limit, MASKED: gl.constexpr, ROWS: gl.const
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         hidden = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
     m = gl.where(fresh, float("-inf"), m)
-    l = gl.where(fresh, 0.0, l)
+    sums = gl.where(fresh, 0.0, sums)
     new = _larger(m, gl.reduce(hidden, 1, _larger))
     alpha = _exp2_full(m - new)
     alpha = gl.where(m == float("-inf"), gl.where(new == new, 0.0, new), alpha)
@@ -174,276 +176,170 @@ def _softmax(s, m, l, scale2, fresh, limit, MASKED: gl.constexpr, ROWS: gl.const
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         x = gl.where(column[None, :] <= limit[:, None], x, float("-inf"))
     p, wide = _weights(x)
-    total = gl.fma(l, alpha, _lane_total(wide, rows, ROWS))
+    total = gl.fma(sums, alpha, _lane_total(wide, rows))
     return p, new, alpha, total
 
 
 @gluon.jit
 def _item(index, sequences, tiles, starts, QH: gl.constexpr):
-    """First row and rows of a sequence, head and first row of an item: the longest tiles of all sequences first.
+    """Sequence, head, first row and rows of an item; sequences one after the other, their longest tiles first.
 
     Programs take items forth and back, which balances them.
     """
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     number = index * programs + gl.where(index % 2 == 0, place, programs - 1 - place)
-    per_tile = sequences * QH
-    inside = number < tiles * per_tile
-    sequence = gl.where(inside, number % per_tile // QH, 0)
+    per_sequence = tiles * QH
+    sequence = number // per_sequence
+    inside = number < sequences * per_sequence
+    sequence = gl.where(inside, sequence, 0)
     begin = gl.load(starts + sequence)
     count = gl.load(starts + sequence + 1) - begin
-    first_row = (tiles - 1 - number // per_tile) * TILE
-    return begin, gl.where(inside, count, 0), number % QH, first_row
+    head = number % QH
+    first_row = (tiles - 1 - number % per_sequence // QH) * (ROWS * GROUPS)
+    return begin, gl.where(inside, count, 0), head, first_row
 
 
 @gluon.jit
 def _load(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, starts,
-    sequences, tiles, rounds, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
-    MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    sequences, tiles, rounds, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: queries of every item, then its key blocks, keys before values."""
-    ROWS: gl.constexpr = 16 * WARPS
     done = 0
-    k_step = 0
-    v_step = 0
+    step = 0
     for index in range(0, rounds):
         begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
         if first_row < count:
             mbarrier.wait(q_empty, (done & 1) ^ 1)
-            mbarrier.expect(q_full, TILE * D * 2)
-            for group in gl.static_range(TILE // ROWS):
+            mbarrier.expect(q_full, GROUPS * ROWS * D * 2)
+            for group in gl.static_range(GROUPS):
                 load_tile(q_desc, [begin + first_row + group * ROWS, head * D], q_full, q_smem.index(group))
             done += 1
             blocks = first_row // KEYS + 1
             column = head // (QH // KVH) * D
-            if MODE == 1:
-                if blocks > SPLIT_BLOCKS:
-                    for block in range(0, blocks):
-                        stage = k_step % STAGES
-                        mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
-                        mbarrier.expect(k_full.index(stage), KEYS * D * 2)
-                        load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
-                        k_step += 1
-            # in the order of use: the keys are one block ahead of the values
-            for block in range(0, blocks + 1):
-                if block < blocks:
-                    stage = k_step % STAGES
-                    mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
-                    mbarrier.expect(k_full.index(stage), KEYS * D * 2)
-                    load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
-                    k_step += 1
-                if block > 0:
-                    stage = v_step % STAGES
-                    mbarrier.wait(v_empty.index(stage), ((v_step // STAGES) & 1) ^ 1)
-                    mbarrier.expect(v_full.index(stage), KEYS * D * 2)
-                    load_tile(v_desc, [begin + (block - 1) * KEYS, column], v_full.index(stage), v_smem.index(stage))
-                    v_step += 1
-
-
-@gluon.jit
-def _own(x, D: gl.constexpr, WARPS: gl.constexpr):
-    """An accumulator [16 * WARPS, D] as [D / 4, 64 * WARPS]: the same registers, threads side by side."""
-    parts = gl.reshape(x, (WARPS, 2, 8, D // 8, 4, 2))
-    return gl.reshape(gl.permute(parts, (3, 1, 0, 2, 4, 5)), (D // 4, 64 * WARPS))
-
-
-@gluon.jit
-def _finish_split(
-    split,
-    m,
-    l,
-    acc,
-    largest,
-    total,
-    o_smem,
-    my_stash,
-    my_rows,
-    places,
-    local,
-    D: gl.constexpr,
-    MODE: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Put the result of a split that is not the last aside."""
-    ROWS: gl.constexpr = 16 * WARPS
-    if MODE == 0:
-        gl.store(my_stash + split * (ROWS * D) + places, acc)
-        gl.store(my_rows + split * (2 * ROWS) + local, m)
-        gl.store(my_rows + split * (2 * ROWS) + ROWS + local, l)
-        largest = _larger(largest, m)
-    else:
-        new = largest
-        if MODE == 2:
-            new = _larger(largest, m)
-            a = _exp2_full(largest - new)
-            a = gl.where(largest == float("-inf"), gl.where(new == new, 0.0, new), a)
-            total = total * a
-        w = _exp2_full(m - new)
-        total = gl.fma(l, w, total)
-        part = _own(acc, D, WARPS)
-        wide, _ = gl.broadcast(gl.convert_layout(w, gl.SliceLayout(1, acc.type.layout))[:, None], acc)
-        wide = _own(wide, D, WARPS)
-        if split == 0:
-            o_smem.store(gl.fma(part, wide, gl.zeros_like(part)))
-        else:
-            before = o_smem.load(part.type.layout)
-            if MODE == 2:
-                factor, _ = gl.broadcast(gl.convert_layout(a, gl.SliceLayout(1, acc.type.layout))[:, None], acc)
-                before = before * _own(factor, D, WARPS)
-            o_smem.store(gl.fma(part, wide, before))
-        largest = new
-    return largest, total
+            for block in range(0, blocks):
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+                load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(v_full.index(stage), KEYS * D * 2)
+                load_tile(v_desc, [begin + block * KEYS, column], v_full.index(stage), v_smem.index(stage))
+                step += 1
 
 
 @gluon.jit
 def _next_block(
-    block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full, k_empty, v_full,
-    v_empty, my_stash, my_rows, places, local, limit, scale2, MASKED: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, my_stash, my_rows,
+    places, local, limit, scale2, turn, turns, group: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """Start the scores of ``block``; weights of the block before times its values; softmax of ``block`` meanwhile."""
-    ROWS: gl.constexpr = 16 * WARPS
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     zero = gl.zeros((ROWS, KEYS), gl.float32, S)
-    stage = k_step % STAGES
-    v_stage = v_step % STAGES
+    stage = (step + 1) % STAGES
+    before = step % STAGES
+    if PINGPONG:
+        mbarrier.wait(turn.index(group), (turns & 1) ^ (1 - group))
     s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_stage), (v_step // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), (step // STAGES) & 1)
     acc = warpgroup_mma(
-        gl.convert_layout(p, P), v_smem.index(v_stage), acc, use_acc=(block - 1) % SPLIT_BLOCKS != 0, is_async=True
+        gl.convert_layout(p, P), v_smem.index(before), acc, use_acc=(block - 1) % SPLIT_BLOCKS != 0, is_async=True
     )
+    if PINGPONG:
+        mbarrier.arrive(turn.index(1 - group), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     fresh = block % SPLIT_BLOCKS == 0
-    p, next_m, alpha, next_l = _softmax(s, m, l, scale2, fresh, limit, MASKED, ROWS, S)
+    p, next_m, alpha, next_l = _softmax(s, m, sums, scale2, fresh, limit, MASKED, S)
     # what the next step waits for, already here: ptxas moves the softmax behind the wait for the matrix unit unless a
     # branch stands between them
     if MASKED:  # the last block of an item
-        mbarrier.wait(v_full.index((v_step + 1) % STAGES), ((v_step + 1) // STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), ((step + 1) // STAGES) & 1)
     else:
-        mbarrier.wait(k_full.index((k_step + 1) % STAGES), ((k_step + 1) // STAGES) & 1)
+        mbarrier.wait(k_full.index(before), ((step + 2) // STAGES) & 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    mbarrier.arrive(v_empty.index(before), count=1)
     if fresh:
-        largest, total = _finish_split(
-            block // SPLIT_BLOCKS - 1,
-            m,
-            l,
-            acc,
-            largest,
-            total,
-            o_smem,
-            my_stash,
-            my_rows,
-            places,
-            local,
-            D,
-            MODE,
-            WARPS,
-        )
+        split = block // SPLIT_BLOCKS - 1
+        gl.store(my_stash + split * (ROWS * D) + places, acc)
+        gl.store(my_rows + split * (2 * ROWS) + local, m)
+        gl.store(my_rows + split * (2 * ROWS) + ROWS + local, sums)
+        largest = _larger(largest, m)
     else:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    return p, next_m, next_l, acc, largest, total
-
-
-@gluon.jit
-def _largest_score(
-    k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    S: gl.constexpr
-):
-    """The largest visible score of every row: the maximum of the products, scaled (scaling keeps the order)."""
-    ROWS: gl.constexpr = 16 * WARPS
-    zero = gl.zeros((ROWS, KEYS), gl.float32, S)
-    largest = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    for block in range(0, blocks):
-        stage = k_step % STAGES
-        mbarrier.wait(k_full.index(stage), (k_step // STAGES) & 1)
-        s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        if block == blocks - 1:
-            column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-            s = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
-        largest = _larger(largest, gl.reduce(s, 1, _larger))
-        k_step += 1
-    return largest * scale2, k_step
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+    return p, next_m, next_l, acc, largest
 
 
 @gluon.jit
 def _compute(
-    group: gl.constexpr, q_smem, k_smem, v_smem, o_smems, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
+    group: gl.constexpr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out, lse2,
     stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, MODE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 rows of every item."""
-    ROWS: gl.constexpr = 16 * WARPS
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     rows_s: gl.constexpr = gl.SliceLayout(1, S)
-    rows_o: gl.constexpr = gl.SliceLayout(1, O)
+    rows_o: gl.constexpr = gl.SliceLayout(1, ACC)
     local = gl.arange(0, ROWS, layout=rows_s)
     local_o = gl.arange(0, ROWS, layout=rows_o)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))
     places = local_o[:, None] * D + d[None, :]
-    owner = (gl.program_id(0) * (TILE // ROWS) + group).to(gl.int64) * stash_splits
+    owner = (gl.program_id(0) * GROUPS + group).to(gl.int64) * stash_splits
     my_stash = stash + owner * (ROWS * D)
     my_rows = stash_rows + owner * (2 * ROWS)
     queries = q_smem.index(group)
-    o_smem = o_smems.index(group)
     limit = group * ROWS + local  # last visible key of an item's last block
     done = 0
-    k_step = 0
-    v_step = 0
+    step = 0
+    turns = 0
     for index in range(0, rounds):
         begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
         if first_row < count:
             blocks = first_row // KEYS + 1
             mbarrier.wait(q_full, done & 1)
             done += 1
-            largest = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
-            if MODE == 1:
-                if blocks > SPLIT_BLOCKS:
-                    largest, k_step = _largest_score(
-                        k_step, blocks, queries, k_smem, k_full, k_empty, limit, scale2, WARPS, STAGES, S
-                    )
-            stage = k_step % STAGES
-            mbarrier.wait(k_full.index(stage), (k_step // STAGES) & 1)
+            stage = step % STAGES
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             zero = gl.zeros((ROWS, KEYS), gl.float32, S)
             s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            k_step += 1
             m = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
-            l = gl.zeros((ROWS,), gl.float32, rows_s)
-            total = l
-            acc = gl.zeros((ROWS, D), gl.float32, O)
+            sums = gl.zeros((ROWS,), gl.float32, rows_s)
+            acc = gl.zeros((ROWS, D), gl.float32, ACC)
+            largest = m
             if blocks == 1:
-                p, m, first_alpha, l = _softmax(s, m, l, scale2, True, limit, True, ROWS, S)
-                mbarrier.wait(v_full.index(v_step % STAGES), (v_step // STAGES) & 1)
+                p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, True, S)
+                mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
             else:
-                p, m, first_alpha, l = _softmax(s, m, l, scale2, True, limit, False, ROWS, S)
-                mbarrier.wait(k_full.index(k_step % STAGES), (k_step // STAGES) & 1)
+                p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, False, S)
+                mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
                 for block in range(1, blocks - 1):
-                    p, m, l, acc, largest, total = _next_block(
-                        block, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
-                        k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, False, D,
-                        SPLIT_BLOCKS, MODE, WARPS, STAGES, S, O,
+                    p, m, sums, acc, largest = _next_block(
+                        block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full,
+                        v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, False, D,
+                        SPLIT_BLOCKS, S,
+                        ACC, PINGPONG,
                     )  # fmt: skip
-                    k_step += 1
-                    v_step += 1
-                p, m, l, acc, largest, total = _next_block(
-                    blocks - 1, k_step, v_step, p, m, l, acc, largest, total, queries, k_smem, v_smem, o_smem, k_full,
-                    k_empty, v_full, v_empty, my_stash, my_rows, places, local, limit, scale2, True, D, SPLIT_BLOCKS,
-                    MODE, WARPS, STAGES, S, O,
+                    step += 1
+                    turns += 1
+                p, m, sums, acc, largest = _next_block(
+                    blocks - 1, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full,
+                    v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, True, D, SPLIT_BLOCKS,
+                    S, ACC,
+                    PINGPONG,
                 )  # fmt: skip
-                k_step += 1
-                v_step += 1
+                step += 1
+                turns += 1
             mbarrier.arrive(q_empty, count=1)
-            stage = v_step % STAGES
-            if first_row + TILE > count:
-                clear_rows(v_smem.index(stage), count - first_row, KEYS, D, WARPS)
+            stage = step % STAGES
+            if first_row + GROUPS * ROWS > count:
+                clear_rows(v_smem.index(stage), count - first_row, KEYS, D)
                 fence_async_shared()
             acc = warpgroup_mma(
                 gl.convert_layout(p, P), v_smem.index(stage), acc, use_acc=(blocks - 1) % SPLIT_BLOCKS != 0,
@@ -451,53 +347,29 @@ def _compute(
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage), count=1)
-            v_step += 1
-            row_s = first_row + group * ROWS + local
+            step += 1
+            largest = _larger(largest, m)
+            total = gl.zeros((ROWS,), gl.float32, rows_s)
+            result = gl.zeros((ROWS, D), gl.float32, ACC)
+            for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
+                part = gl.load(my_stash + split * (ROWS * D) + places)
+                part_m = gl.load(my_rows + split * (2 * ROWS) + local)
+                part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
+                w = _exp2_full(part_m - largest)
+                total = gl.fma(part_l, w, total)
+                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
+                result = gl.fma(part, wide, result)
+            w = _exp2_full(m - largest)
+            total = gl.fma(sums, w, total)
+            wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
+            result = gl.fma(acc, wide, result)
+            wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], result)
+            result = gl.div_rn(result, wide)
             row = first_row + group * ROWS + local_o
             target = out + ((begin + row).to(gl.int64) * QH + head)[:, None] * D + d[None, :]
-            if MODE == 0:
-                largest = _larger(largest, m)
-                result = gl.zeros((ROWS, D), gl.float32, O)
-                for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
-                    part = gl.load(my_stash + split * (ROWS * D) + places)
-                    part_m = gl.load(my_rows + split * (2 * ROWS) + local)
-                    part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
-                    w = _exp2_full(part_m - largest)
-                    total = gl.fma(part_l, w, total)
-                    wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
-                    result = gl.fma(part, wide, result)
-                w = _exp2_full(m - largest)
-                total = gl.fma(l, w, total)
-                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
-                result = gl.fma(acc, wide, result)
-                wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], result)
-                result = gl.div_rn(result, wide)
-                gl.store(target, result.to(gl.bfloat16), mask=(row < count)[:, None])
-            else:
-                new = _larger(largest, m)  # what it is already, where the largest score was found first
-                a = _exp2_full(largest - new)
-                a = gl.where(largest == float("-inf"), gl.where(new == new, 0.0, new), a)
-                if MODE == 2:
-                    total = total * a
-                w = _exp2_full(m - new)
-                largest = new
-                total = gl.fma(l, w, total)
-                part = _own(acc, D, WARPS)
-                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], acc)
-                wide = _own(wide, D, WARPS)
-                if blocks <= SPLIT_BLOCKS:
-                    result = gl.fma(part, wide, gl.zeros_like(part))
-                else:
-                    before = o_smem.load(part.type.layout)
-                    if MODE == 2:
-                        factor, _ = gl.broadcast(gl.convert_layout(a, rows_o)[:, None], acc)
-                        before = before * _own(factor, D, WARPS)
-                    result = gl.fma(part, wide, before)
-                wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], acc)
-                result = gl.div_rn(result, _own(wide, D, WARPS)).to(gl.bfloat16)
-                inside, _ = gl.broadcast((row < count)[:, None], acc)
-                gl.store(_own(target, D, WARPS), result, mask=_own(inside, D, WARPS))
-            gl.store(lse2 + (begin + row_s).to(gl.int64) * QH + head, largest + _log2_full(total), mask=row_s < count)
+            gl.store(target, result.to(gl.bfloat16), mask=(row < count)[:, None])
+            row = first_row + group * ROWS + local
+            gl.store(lse2 + (begin + row).to(gl.int64) * QH + head, largest + _log2_full(total), mask=row < count)
 
 
 @gluon.jit(do_not_specialize=["sequences", "tiles", "rounds", "stash_splits"])
@@ -519,25 +391,21 @@ def attention_forward_hopper(
     KVH: gl.constexpr,
     D: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr,
-    MODE: gl.constexpr,
-    WARPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Causal attention of whole packed sequences, bf16, head_dim 64 or 128.
 
     Args:
-        q_desc: TMA descriptor of q as [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of k and v as [N, KVH * D] in
-            tiles [128, D].
+        q_desc: TMA descriptor of q as [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of k and v as [N, KVH * D]
+            in tiles [128, D].
         out: [N, QH, D]; ``lse2``: float32 [N, QH].
         stash: float32 [programs, 2, stash_splits, 64, D]; ``stash_rows``: float32 [programs, 2, stash_splits, 2, 64].
         starts: int32 [sequences + 1]; ``tiles``: tiles of 128 rows of the longest sequence.
         rounds: items of a program.
         SPLIT_BLOCKS: key blocks of a split.
-        MODE: where results of splits wait for the largest maximum: 0 global memory, 1 nowhere (it is found first).
+        PINGPONG: the groups take turns at the matrix unit; changes no bit.
     """
-    ROWS: gl.constexpr = 16 * WARPS
-    GROUPS: gl.constexpr = TILE // ROWS
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], v_desc.layout)
@@ -547,13 +415,10 @@ def attention_forward_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if MODE == 0:
-        o_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 32], gl.SwizzledSharedLayout(2, 1, 1, [1, 0]))
-    else:
-        o_smem = gl.allocate_shared_memory(
-            gl.float32, [GROUPS, D // 4, 64 * WARPS], gl.SwizzledSharedLayout(2, 1, 1, [1, 0])
-        )
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(group), count=1)
     mbarrier.init(q_empty, count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
@@ -561,52 +426,32 @@ def attention_forward_hopper(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
     fence_async_shared()
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _compute,
                 (
-                    _compute,
-                    (
-                        gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
-                    ),
+                    gl.constexpr(0), q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                    out, lse2, stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D,
+                    SPLIT_BLOCKS, PINGPONG,
                 ),
+            ),
+            (
+                _compute,
                 (
-                    _load,
-                    (
-                        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
-                    ),
+                    gl.constexpr(1), q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                    out, lse2, stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D,
+                    SPLIT_BLOCKS, PINGPONG,
                 ),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
+            ),
+            (
+                _load,
                 (
-                    _compute,
-                    (
-                        gl.constexpr(0), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
-                    ),
+                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    starts, sequences, tiles, rounds, QH, KVH, D,
                 ),
-                (
-                    _compute,
-                    (
-                        gl.constexpr(1), q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse2,
-                        stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        starts, sequences, tiles, rounds, QH, KVH, D, SPLIT_BLOCKS, MODE, WARPS, STAGES,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip

@@ -2,6 +2,8 @@
 
 One warp loads tiles by TMA; two groups of four warps compute, each 64 rows of the accumulators. Only the schedule
 differs from ``attention_backward.py``.
+
+``attention_backward`` does not pick these kernels: see ``launch_attention_hopper.backward_hopper``.
 """
 
 from __future__ import annotations
@@ -15,12 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rlkernel.kernels.triton.attention_hopper import KEYS, clear_rows, load_tile
+from rlkernel.kernels.triton.attention_hopper import GROUPS, KEYS, ROWS, STAGES, clear_rows, load_tile
 
-ROWS = gl.constexpr(64)
-"""Rows of a group of four warps."""
-GROUPS = gl.constexpr(2)
-STAGES = gl.constexpr(2)
 QUERIES = gl.constexpr(64)
 """Queries of a block in the kernel of dk and dv."""
 STAGES_KEYS = gl.constexpr(3)
@@ -51,7 +49,7 @@ def _load_keys(
     q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
     starts, tiles, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    begin, count, head, first_row, column_0 = _query_tile(tiles, starts, QH)
+    begin, count, head, first_row, _column = _query_tile(tiles, starts, QH)
     if first_row < count:
         mbarrier.expect(q_full, 2 * GROUPS * ROWS * D * 2)
         for group in gl.static_range(GROUPS):
@@ -72,11 +70,12 @@ def _load_keys(
 
 @gluon.jit
 def _key_step(
-    block, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, scale2, limit, present,
-    MASKED: gl.constexpr, D: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    block, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, scale2, limit,
+    present,
+    MASKED: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block`` enters the chains of dq; ``present``: keys of the block that exist, where MASKED."""
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     zero = gl.zeros((ROWS, KEYS), gl.float32, S)
     stage = block % STAGES
     phase = (block // STAGES) & 1
@@ -99,7 +98,7 @@ def _key_step(
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         ds = gl.where(column[None, :] <= limit[:, None], ds, 0.0)
         if present < KEYS:
-            clear_rows(k_smem.index(stage), present, KEYS, D, 4)
+            clear_rows(k_smem.index(stage), present, KEYS, D)
             fence_async_shared()
     acc = warpgroup_mma(
         gl.convert_layout(ds.to(gl.bfloat16), P), k_smem.index(stage), acc, use_acc=block > 0, is_async=True
@@ -115,8 +114,7 @@ def _compute_queries(
     starts, tiles, length, scale, scale2, QH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     begin, count, head, first_row, column_0 = _query_tile(tiles, starts, QH)
     if first_row < count:
         local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
@@ -124,7 +122,7 @@ def _compute_queries(
         place = head * length + column_0 + row
         lse = gl.load(lse2 + place, mask=row < count, other=0.0)
         row_delta = gl.load(delta + place, mask=row < count, other=0.0)
-        acc = gl.zeros((ROWS, D), gl.float32, O)
+        acc = gl.zeros((ROWS, D), gl.float32, ACC)
         queries = q_smem.index(group)
         gradients = dout_smem.index(group)
         limit = group * ROWS + local  # last visible key of the last block
@@ -132,15 +130,15 @@ def _compute_queries(
         mbarrier.wait(q_full, 0)
         for block in range(0, blocks - 1):
             acc = _key_step(
-                block, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, row_delta, scale2,
-                limit, KEYS, False, D, S, O,
+                block, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, row_delta,
+                scale2, limit, KEYS, False, D, S, ACC,
             )  # fmt: skip
         acc = _key_step(
-            blocks - 1, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, row_delta, scale2,
-            limit, count - first_row, True, D, S, O,
+            blocks - 1, acc, queries, gradients, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, row_delta,
+            scale2, limit, count - first_row, True, D, S, ACC,
         )  # fmt: skip
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
-        row = first_row + group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))
+        row = first_row + group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
         target = dq + ((begin + row).to(gl.int64) * QH + head)[:, None] * D + d[None, :]
         gl.store(target, (acc * scale).to(gl.bfloat16), mask=(row < count)[:, None])
 
@@ -167,8 +165,8 @@ def query_gradient_hopper(
     """``dq`` [N, QH, D] of whole packed sequences, bf16, head_dim 64 or 128.
 
     Args:
-        q_desc, dout_desc: TMA descriptors of [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of [N, KVH * D] in tiles
-            [128, D].
+        q_desc, dout_desc: TMA descriptors of [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of [N, KVH * D] in
+            tiles [128, D].
         lse2, delta: float32 [QH, length] of ``row_statistics``.
         tiles: tiles of 128 rows of the longest sequence. The grid is (sequences * QH, tiles).
     """
@@ -258,10 +256,10 @@ def _load_queries(
 @gluon.jit
 def _query_step(
     step, first, dk, dv, keys, values, q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty, dout_full, dout_empty,
-    scale2, key, count, MASKED: gl.constexpr, LAST: gl.constexpr, D: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    scale2, key, count, MASKED: gl.constexpr, LAST: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Queries ``first .. first + QUERIES`` of one head enter the chains of dk and dv; LAST: not all may exist."""
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.zeros((ROWS, QUERIES), gl.float32, S)
     stage = step % STAGES_KEYS
@@ -280,10 +278,10 @@ def _query_step(
     # the gradients are here since long: the branch keeps ptxas from moving the exponentials behind the wait for dp
     mbarrier.wait(dout_full.index(stage), phase)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    if LAST:
+    if LAST:  # noqa: SIM102 (known when the kernel is compiled, the other is not)
         if first + QUERIES > count:
-            clear_rows(q_smem.index(stage), count - first, QUERIES, D, 4)
-            clear_rows(dout_smem.index(stage), count - first, QUERIES, D, 4)
+            clear_rows(q_smem.index(stage), count - first, QUERIES, D)
+            clear_rows(dout_smem.index(stage), count - first, QUERIES, D)
             fence_async_shared()
     dv = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), dout_smem.index(stage), dv, is_async=True)
     row_delta = delta_smem.index(stage).reshape((QUERIES,)).load(columns)
@@ -305,39 +303,39 @@ def _compute_keys(
     dout_empty, dk, dv, starts, scale, scale2, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    begin, count, kv_head, first_key, column_0 = _key_tile(starts, KVH)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    begin, count, kv_head, first_key, _column = _key_tile(starts, KVH)
     if first_key < count:
         key = first_key + group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-        dk_acc = gl.zeros((ROWS, D), gl.float32, O)
-        dv_acc = gl.zeros((ROWS, D), gl.float32, O)
+        dk_acc = gl.zeros((ROWS, D), gl.float32, ACC)
+        dv_acc = gl.zeros((ROWS, D), gl.float32, ACC)
         keys = k_smem.index(group)
         values = v_smem.index(group)
         mbarrier.wait(kv_full, 0)
         step = 0
         middle = gl.minimum(first_key + KEYS, count // QUERIES * QUERIES)
         high = gl.maximum(middle, count // QUERIES * QUERIES)
-        for member in range(0, QH // KVH):
+        for _member in range(0, QH // KVH):
             for first in range(first_key, middle, QUERIES):
                 dk_acc, dv_acc = _query_step(
                     step, first, dk_acc, dv_acc, keys, values, q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty,
-                    dout_full, dout_empty, scale2, key, count, True, False, D, S, O,
+                    dout_full, dout_empty, scale2, key, count, True, False, D, S, ACC,
                 )  # fmt: skip
                 step += 1
             for first in range(middle, high, QUERIES):
                 dk_acc, dv_acc = _query_step(
                     step, first, dk_acc, dv_acc, keys, values, q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty,
-                    dout_full, dout_empty, scale2, key, count, False, False, D, S, O,
+                    dout_full, dout_empty, scale2, key, count, False, False, D, S, ACC,
                 )  # fmt: skip
                 step += 1
             if high < count:
                 dk_acc, dv_acc = _query_step(
                     step, high, dk_acc, dv_acc, keys, values, q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty,
-                    dout_full, dout_empty, scale2, key, count, True, True, D, S, O,
+                    dout_full, dout_empty, scale2, key, count, True, True, D, S, ACC,
                 )  # fmt: skip
                 step += 1
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
-        row = first_key + group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))
+        row = first_key + group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
         place = ((begin + row).to(gl.int64) * KVH + kv_head)[:, None] * D + d[None, :]
         gl.store(dk + place, (dk_acc * scale).to(gl.bfloat16), mask=(row < count)[:, None])
         gl.store(dv + place, dv_acc.to(gl.bfloat16), mask=(row < count)[:, None])
@@ -364,8 +362,8 @@ def key_gradients_hopper(
     """``dk`` and ``dv`` [N, KVH, D] of whole packed sequences, bf16, head_dim 64 or 128.
 
     Args:
-        q_desc, dout_desc: TMA descriptors of [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of [N, KVH * D] in tiles
-            [64, D]; ``lse_desc``, ``delta_desc``: of float32 [QH, length]
+        q_desc, dout_desc: TMA descriptors of [N, QH * D] in tiles [64, D]; ``k_desc``, ``v_desc``: of [N, KVH * D] in
+            tiles [64, D]; ``lse_desc``, ``delta_desc``: of float32 [QH, length]
             of ``row_statistics`` in tiles [1, 64].
         starts: int32 [sequences + 1]. The grid is (sequences * KVH, tiles of 128 keys of the longest sequence).
     """

@@ -85,8 +85,8 @@ def attention_points(points: SixPoints) -> AttentionPoints:
         )
     if split.leaf_size % block or block % split.lanes or any(n & (n - 1) or n < 1 for n in (block, split.lanes)):
         raise ContractError(
-            f"splits of {split.leaf_size} keys in blocks of {block} with {split.lanes} lanes: the kernels take powers of "
-            "two, lanes that divide the block, blocks that divide the split"
+            f"splits of {split.leaf_size} keys in blocks of {block} with {split.lanes} lanes: the kernels take powers "
+            "of two, lanes that divide the block, blocks that divide the split"
         )
     if points.dependency.domain != KEYS:
         raise ContractError(f"attention over {points.dependency.domain!r} is not built; {KEYS!r} is")

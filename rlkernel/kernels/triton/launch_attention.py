@@ -85,14 +85,14 @@ def _require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_he
     return int(block)
 
 
-def _specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> bool:
-    """Whether the warp-specialised kernels take these points and this head_dim on this device."""
+def _specialised(points: AttentionPoints, x: torch.Tensor) -> bool:
+    """Whether the warp-specialised forward takes these points and this head_dim on this device."""
     if (points.mac, points.weights_exp2, points.dtype) != (MMA_SM90, EX2_SM90, "bfloat16") or x.shape[2] not in (
         64,
         128,
     ):
         return False
-    if isinstance(points, AttentionPoints) and (points.key_block, points.lanes, points.split % 128) != (128, 8, 0):
+    if (points.key_block, points.lanes, points.split % 128) != (128, 8, 0):
         return False
     return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
 
@@ -212,7 +212,8 @@ def attention_paged(
         k_cache, v_cache: [P, page, KVH, D], page a multiple of 8; the rows' own keys are already there. Slots past a
             sequence's last row, and pages in no table, may hold anything.
         table: int32 [S, B]; key j of sequence s lies in page ``table[s, j // page]``.
-        starts: int32 [S + 1], offsets of each sequence's rows in q; ``positions``: int32 [N], consecutive in a sequence.
+        starts: int32 [S + 1], offsets of each sequence's rows in q; ``positions``: int32 [N], consecutive in a
+            sequence.
         max_rows, max_keys: bounds of the rows of a sequence, and of its keys (last position + 1).
         out, lse2: written if given.
 
@@ -349,11 +350,6 @@ def attention_backward(
     block_d = _require_heads(points, q_heads, kv_heads, depth)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not rows or not max_length or not sequences:
-        return dq, dk, dv
-    if dq_tile is None and dkv_tile is None and _specialised(points, q):
-        from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper  # Gluon, on NVIDIA only
-
-        backward_hopper(dout, q, k, v, out, lse2, starts, max_length, points, dq, dk, dv)
         return dq, dk, dv
     delta = torch.empty((rows, q_heads), dtype=torch.float32, device=q.device)
     backward_kernels.row_dots[(triton.cdiv(rows * q_heads, 128),)](

@@ -21,6 +21,7 @@ from rlkernel.models.config import ModelConfig
 from rlkernel.reference.primitives import PRIMITIVES
 from rlkernel.verify.audit import launches
 from rlkernel.verify.audit.audited import Audited, gemm_variant, pointers, type_of
+from rlkernel.verify.audit.catalogue_attention import attention_kernels
 from rlkernel.verify.audit.catalogue_model import model_kernels
 from rlkernel.verify.audit.launches import Launch
 from rlkernel.verify.audit.targets import GFX942, SM_90, TARGETS, Target, Variant
@@ -192,4 +193,4 @@ def _product(
 
 def audited_kernels() -> tuple[Audited, ...]:
     """Every kernel that ``vime audit`` compiles and reads."""
-    return (*_scalars(), *_rows(), *_products(), *model_kernels())
+    return (*_scalars(), *_rows(), *_products(), *model_kernels(), *attention_kernels())

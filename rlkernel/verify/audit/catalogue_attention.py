@@ -4,31 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rlkernel.contract.build import build_contract
+from rlkernel.contract.claims import Topology
 from rlkernel.contract.points import SixPoints
 from rlkernel.kernels.triton.attention_backward import row_dots
 from rlkernel.kernels.triton.attention_decode import decode_merge
+from rlkernel.models.config import ModelConfig
 from rlkernel.verify.audit import launches_attention as launches
+from rlkernel.verify.audit.audited import Audited, type_of
 from rlkernel.verify.audit.targets import SM_90, TARGETS, Variant
 
-if TYPE_CHECKING:
-    from rlkernel.verify.audit.catalogue import Audited
+_MODEL = ModelConfig(
+    family="llama",
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=64,
+)
 
 
-def _part(entry: SixPoints, roles: tuple[str, ...]) -> SixPoints:
-    """The entry with the primitives that one kernel of the region has."""
-    return replace(entry, primitives=tuple((role, name) for role, name in entry.primitives if role in roles))
+def _part(profile: str, dtype: str, roles: tuple[str, ...]) -> SixPoints:
+    """The attention entry with the primitives that one kernel of the region has."""
+    contract = build_contract(_MODEL, profile=profile, dtype=dtype, topology=Topology())
+    points = contract.entries[("trainer_forward", "attention")]
+    return replace(points, primitives=tuple((role, name) for role, name in points.primitives if role in roles))
 
 
 def attention_kernels() -> Iterator[Audited]:
     """Row dot products of the backward, and the merge of splits, on both targets."""
-    from rlkernel.verify.audit.catalogue import Audited, entry
-
     for target in TARGETS:
         for dtype, profile in (("float32", "portable"), ("bfloat16", "hopper" if target is SM_90 else "cdna3")):
-            pointer = "*fp32" if dtype == "float32" else "*bf16"
-            points = _part(entry(profile, dtype, "attention"), ("fma",))
+            pointer = type_of(dtype)
+            points = _part(profile, dtype, ("fma",))
             variant = Variant(
                 row_dots,
                 (("a", pointer), ("b", pointer), ("out", "*fp32"), ("count", "i32")),
@@ -37,7 +49,7 @@ def attention_kernels() -> Iterator[Audited]:
             )
             launch = launches.row_dots(100, 64, dtype, 2)
             yield Audited("row_dots 64", target, f"{profile} {dtype} attention, delta", points, variant, (launch,))
-        points = _part(entry("portable", "float32", "attention"), ("exp2", "log2", "fma", "add", "mul", "div", "max"))
+        points = _part("portable", "float32", ("exp2", "log2", "fma", "add", "mul", "div", "max"))
         pointers = tuple((name, "*fp32") for name in ("part", "part_m", "part_l", "out", "lse2"))
         variant = Variant(
             decode_merge,

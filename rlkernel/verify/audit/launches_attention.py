@@ -37,18 +37,18 @@ def row_dots(rows: int, depth: int, dtype: str, blocks: int) -> Launch:
 
 def split_merge(heads: int, depth: int, splits: int, used: int, split_keys: int, blocks: int) -> Launch:
     """``decode_merge`` of one sequence whose last key lies in split ``used - 1``, compared as bits."""
-    part, m, l = (_normal(shape, 3 + i) for i, shape in enumerate(((splits, heads, depth), *[(splits, heads)] * 2)))
-    m, l = 8 * m, np.abs(l) + 1
-    part[used:], m[used:], l[used:] = np.nan, np.nan, np.nan  # left over from another sequence
+    part, m, sums = (_normal(shape, 3 + i) for i, shape in enumerate(((splits, heads, depth), *[(splits, heads)] * 2)))
+    m, sums = 8 * m, np.abs(sums) + 1
+    part[used:], m[used:], sums[used:] = np.nan, np.nan, np.nan  # left over from another sequence
     position = np.array([used * split_keys - 1], dtype=np.int32)
-    parts, maxima, sums = (torch.from_numpy(x.copy()) for x in (part, m, l))
+    parts, maxima, row_sums = (torch.from_numpy(x.copy()) for x in (part, m, sums))
     largest = maxima[0]
     for split in range(1, used):
         largest = maximum(largest, maxima[split])
     total, out = torch.zeros(heads), torch.zeros(heads, depth)
     for split in range(used):
         w = exp2_full(sub(maxima[split], largest))
-        total = fma32(sums[split], w, total)
+        total = fma32(row_sums[split], w, total)
         out = fma32(parts[split], w[:, None].expand_as(out), out)
     expected = {
         "out": div(out, total[:, None].expand_as(out)).numpy(),
@@ -57,7 +57,7 @@ def split_merge(heads: int, depth: int, splits: int, used: int, split_keys: int,
     arguments = (
         Argument("part", dtype="float32", shape=part.shape, data=part),
         Argument("part_m", dtype="float32", shape=m.shape, data=m),
-        Argument("part_l", dtype="float32", shape=l.shape, data=l),
+        Argument("part_l", dtype="float32", shape=sums.shape, data=sums),
         Argument("out", dtype="float32", shape=(heads, depth)),
         Argument("lse2", dtype="float32", shape=(heads,)),
         Argument("positions", dtype="float32", shape=(1,), data=position.view(np.float32)),
