@@ -94,7 +94,7 @@ def chains() -> Iterator[Case]:
                 x: Tensor = x,
                 start: Tensor = start,
                 r: Any = r,
-            ) -> Tensor:  # noqa: E501
+            ) -> Tensor:
                 total = start.clone()
                 column_chain(dy, total, x=x if norm else None, inv_rms=r() if norm else None, tuning=tuning)
                 return total
@@ -194,7 +194,7 @@ def activations() -> Iterator[Case]:
 
         def expected(
             reference: Reference = reference, gate: Tensor = gate, up: Tensor = up, dy: Tensor = dy, fuse: Any = fuse
-        ) -> list[Tensor]:  # noqa: E501
+        ) -> list[Tensor]:
             (out,) = reference.forward("swiglu", [gate, up])
             (dgate, dup), _ = reference.backward("swiglu", [gate, up], [dy])
             return [out, fuse(dgate, dup)]
@@ -219,7 +219,7 @@ def embeddings() -> Iterator[Case]:
             start: Tensor = start,
             ids: Tensor = ids,
             reference: Reference = reference,
-        ) -> list[Tensor]:  # noqa: E501
+        ) -> list[Tensor]:
             (out,) = reference.forward("embedding", [ids], {"w": table})
             _, running = reference.backward("embedding", [ids], [dh], {"w": table}, {"w": start})
             return [out, running["w"]]
@@ -258,13 +258,13 @@ def optimizer() -> Iterator[Case]:
 
         def stepped(
             grad: Tensor = grad, states: list[Tensor] = states, found: Any = found, rates: Any = rates
-        ) -> list[Tensor]:  # noqa: E501
+        ) -> list[Tensor]:
             scalars = AdamWScalars(*rates, clip=f(found()[1].item()))
             return list(reference_optimizer.adamw(step, *states, grad, scalars))
 
         def kernel(
             grad: Tensor = grad, states: list[Tensor] = states, found: Any = found, rates: Any = rates
-        ) -> list[Tensor]:  # noqa: E501
+        ) -> list[Tensor]:
             master, m, v = (x.clone() for x in states)
             weight = torch.empty_like(master, dtype=torch.bfloat16)
             scalars = launch_optimizer.scalars_on_device(AdamWScalars(*rates, clip=f(1)), grad.device)
