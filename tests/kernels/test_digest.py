@@ -107,7 +107,10 @@ def test_weights_keep_nan_payloads(workers: Workers) -> None:
     assert np.array_equal(float32_rows_digest(quiet[None]), float32_rows_digest(other[None]))
 
 
-@pytest.mark.parametrize(("first", "rows"), [(0, 2 * PANEL_WIDTH + 9), (0, 5), (PANEL_WIDTH - 3, 7), (70, 0), (9, 66)])
+@pytest.mark.parametrize(
+    ("first", "rows"),
+    [(0, 2 * PANEL_WIDTH + 9), (0, 5), (PANEL_WIDTH - 3, 7), (2 * PANEL_WIDTH + 6, 0), (9, 2 * PANEL_WIDTH)],
+)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_packed_weights_have_the_digest_of_the_logical_tensor(
     first: int, rows: int, bf16: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
