@@ -16,6 +16,8 @@ from rlkernel.ops.device import linear
 from rlkernel.ops.device.host import DeviceHost
 
 Tensor = torch.Tensor
+_FEW = 1024  # rows below which a row's latency counts, and not how many run at a time
+_FEW_ROWS = launch_rows.RowTuning(num_warps=4)
 
 
 class FusedBody:
@@ -45,6 +47,7 @@ class FusedBody:
                 no part; the batch's without it.
         """
         eps, weights = host.config.rms_norm_eps, host.weights
+        tuning = _FEW_ROWS if len(host.batch.tokens) <= _FEW else None
         rotation = launch_heads.Rotation(host.batch.positions if rotated is None else rotated, host.cos, host.sin)
         stream = launch_rows.embedding(weights.vector(self._embedding.weights[0]), host.batch.tokens)
         y, _ = launch.rms_norm(stream, weights.vector(self._layers[0]["attention_norm"].weights[0]), eps)
@@ -52,12 +55,13 @@ class FusedBody:
             attended = self._attention(layer, y, rotation, host)
             branch = self._linear(layer["o_proj"], attended.view(len(attended), -1), host)
             norm = weights.vector(layer["mlp_norm"].weights[0])
-            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps)
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning)
             fused = self._linear(layer["gate_up_proj"], y, host)
             branch = self._linear(layer["down_proj"], launch_rows.swiglu(fused, leaves=host.tp), host)
             last = index + 1 == len(self._layers)
             following = self._final if last else self._layers[index + 1]["attention_norm"]
-            stream, y, _ = launch_rows.add_rms_norm(stream, branch, weights.vector(following.weights[0]), eps)
+            norm = weights.vector(following.weights[0])
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning)
         return y
 
     def admit(self, host: DeviceHost, rows: int) -> None:

@@ -13,6 +13,7 @@ from rlkernel.contract.build import Contract
 from rlkernel.contract.rope_tables import rope_tables
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.logprob import RowStatistics
+from rlkernel.kernels.products import PADDED_ROWS
 from rlkernel.kernels.triton.launch_digest import tensor_digest
 from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys
@@ -142,9 +143,10 @@ class DeviceRunner(ModelRunner):
         host = self._host(batch, case, state)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._fused.admit(host, bucket)
-        head = self.definition.head
-        linear.admit(host.points("lm_head"), bucket, host.weights.matrix(head), torch.float32)
+        if bucket >= PADDED_ROWS:  # with fewer rows the own kernel is as fast, and nothing has to be padded
+            self._fused.admit(host, bucket)
+            head = self.definition.head
+            linear.admit(host.points("lm_head"), bucket, host.weights.matrix(head), torch.float32)
         width = -(-self._max_position // state.page_size)
         graph = DecodeGraph(host, bucket, width, self._max_position - 1, self._fused, self._pool)
         graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
