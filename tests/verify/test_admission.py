@@ -20,6 +20,7 @@ from rlkernel.verify.admission.catalogue import variations_for
 from rlkernel.verify.admission.certificate import AdmissionRefused
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.generate import problems_of
+from rlkernel.verify.admission.influence import dependency_difference
 from rlkernel.verify.admission.plain import PlainLinear
 from rlkernel.verify.admission.values import HAZARDS, generator, make
 from rlkernel.verify.admission.variants import POINTS, Line, Variation, copy_interpreter, varied_operation
@@ -298,3 +299,21 @@ def test_an_explanation_is_asked_of_a_deviation_that_is_none_of_those_known():
     refused = refusal(Halved(), "rms_norm")
     assert refused.report["explanation"]["point"] is None
     assert "no single change" in str(refused)
+
+
+def test_a_dependency_that_rounding_hides_is_no_missing_and_no_extra_one():
+    problem = problems_of(CONTRACTS["float32"], "rms_norm", "trainer_forward")[1]
+    assert set(problem.hazards) == {"normal"} and problem.inputs[0].size < 3000
+
+    def of(rule):
+        return lambda p: {"y": rule(p.inputs[0])}
+
+    alone = of(lambda x: x + np.float32(1.0))
+    swallowed = of(lambda x: (x + np.float32(1.0)) + np.float32(0.0) * x[:1])  # row 0 enters, and leaves no trace
+    seen = of(lambda x: (x + np.float32(1.0)) + np.float32(2.0**-10) * x[:1])
+    assert dependency_difference(seen, swallowed, problem, False) is None
+    assert dependency_difference(swallowed, seen, problem, False) is None
+    found = dependency_difference(seen, alone, problem, False)
+    assert found is not None and "changes with row 0 of input 0, on which it may not depend" in found
+    found = dependency_difference(alone, seen, problem, False)
+    assert found is not None and "does not change with row 0 of input 0, on which it has to depend" in found
