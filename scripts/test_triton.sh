@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python3 -m venv .venv-triton
-.venv-triton/bin/python -m pip install -q -c constraints-cpu.txt 'triton>=3.9,<3.10' torch numpy numba pytest hypothesis click pydantic rich PyYAML safetensors structlog zarr
+.venv-triton/bin/python -m pip install -q -c constraints-cpu.txt -e '.[dev,triton]'
 echo "== Triton kernels: indexing, in Triton's interpreter"
 TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/audit
 echo "== Triton kernels: instruction audit for sm_90 and gfx942"
