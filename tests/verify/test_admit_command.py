@@ -18,9 +18,6 @@ OWN = """
 import numpy as np
 import torch
 
-from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.verify.admission.plain import chains
-
 
 def add(stream, branch):
     return stream + branch
@@ -45,14 +42,6 @@ def blind_add(stream, branch):
     return parts[0] + parts[1]
 
 
-def ascending(x, weight):
-    return chains(np.ascontiguousarray(x), weight, 1, Workers(1))
-
-
-def descending(x, weight):
-    return ascending(x[:, ::-1], np.ascontiguousarray(weight[:, ::-1]))
-
-
 def embed(table, ids):
     return table[ids]
 
@@ -61,6 +50,10 @@ def embed_gradient(dh, ids, grad):
     for row, token in enumerate(ids.tolist()):
         grad[token] += dh[row].float()
     return grad
+
+
+def last_row_first(dh, ids, grad):
+    return embed_gradient(dh.flip(0), ids.flip(0), grad)
 
 
 def first_row_gradient(dh, ids, grad):
@@ -99,7 +92,6 @@ def call(*arguments: object) -> int:
         ("add", ["--region", "residual_add"]),
         ("add", ["--region", "residual_add", "--dtype", "bfloat16"]),
         ("add_numpy", ["--region", "residual_add", "--takes", "numpy"]),
-        ("ascending", ["--region", "o_proj", "--takes", "numpy"]),
         ("embed", ["--region", "embedding"]),
         ("embed_gradient", ["--region", "embedding", "--backward"]),
     ],
@@ -124,7 +116,7 @@ def test_its_certificate_is_kept_and_names_what_it_is_bound_to(own: str, tmp_pat
 @pytest.mark.parametrize(
     ("name", "options", "point"),
     [
-        ("descending", ["--region", "o_proj", "--takes", "numpy"], "merge order: the bits are those of a chain"),
+        ("last_row_first", ["--region", "embedding", "--backward"], "merge order: the bits are those of tokens in"),
         ("add_late", ["--region", "residual_add", "--dtype", "bfloat16"], ""),
         ("first_row_gradient", ["--region", "embedding", "--backward"], "dependency"),
         ("blind_add", ["--region", "residual_add"], "dependency"),

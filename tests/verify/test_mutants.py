@@ -17,7 +17,6 @@ from rlkernel.verify.admission.variants import POINTS
 from tests.verify.mutants import MUTANTS, refuse
 
 HERE = (
-    "gemm: product and sum rounded apart",
     "norm: tree pairs halves",
     "norm: rounded before the weight",
     "norm: last element left out of the mean",
