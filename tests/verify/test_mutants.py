@@ -5,6 +5,7 @@ A few are compiled here; ``benchmarks/mutants.py`` runs all of them and keeps th
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,7 @@ HERE = (
     "adamw: contracted",
     "adamw: not clipped",
 )
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.json"
 
 
 def test_there_are_mutants_of_every_point_and_kernel_and_their_edits_fit_the_sources():
@@ -60,3 +62,13 @@ def test_a_mutant_is_killed_and_its_point_named(name, tmp_path):
 
 def test_the_sample_has_a_mutant_of_every_point():
     assert {m.point for m in MUTANTS if m.name in HERE} == set(POINTS)
+
+
+def test_the_recorded_run_of_all_mutants_names_every_point():
+    recorded = json.loads(RESULT.read_text())
+    rows = {row["mutant"]: row for row in recorded["mutants"]}
+    assert set(rows) == {m.name for m in MUTANTS}
+    for mutant in MUTANTS:
+        row = rows[mutant.name]
+        assert (row["point"], row["region"], row["case"]) == (mutant.point, mutant.region, mutant.case)
+        assert row["killed"] and row["named"] == mutant.point, row
