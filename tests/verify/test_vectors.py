@@ -175,3 +175,13 @@ def test_the_command_prints_a_line_a_region_and_case(monkeypatch):
 def test_a_profile_that_the_device_has_not_is_bad_input():
     result = CliRunner().invoke(command.verify, ["device", "--on", "cpu", "--profile", "hopper"])
     assert result.exception is not None and "hopper" in str(result.exception)
+
+
+def test_a_region_that_was_asked_for_is_the_only_one_compared():
+    arguments = ["device", "--on", "cpu", "--profile", "portable", "--region", "loss", "--json"]
+    result = CliRunner().invoke(command.verify, arguments, standalone_mode=False)
+    assert result.return_value == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+    assert {r["region"] for r in rows} == {"loss"} and all(r["outputs_equal"] > 0 for r in rows)
+    result = CliRunner().invoke(command.verify, ["device", "--on", "cpu", "--region", "swigul"])
+    assert "swigul" in str(result.exception) and "swiglu" in str(result.exception)

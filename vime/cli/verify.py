@@ -47,8 +47,9 @@ def verify() -> None:
 @verify.command()
 @click.option("--profile", type=click.Choice(PROFILE_NAMES), help="One profile; all that the device has without it.")
 @click.option("--on", "target", type=click.Choice(["cpu", "gpu"]), help="The GPU where there is one, or else the CPU.")
+@click.option("--region", "regions", multiple=True, metavar="NAME", help="One region, may be repeated; all without it.")
 @json_option
-def device(profile: str | None, target: str | None, as_json: bool) -> int:
+def device(profile: str | None, target: str | None, regions: tuple[str, ...], as_json: bool) -> int:
     """Run every region and case on this machine's device and compare with the shipped predictions.
 
     Exit code 0: every answer is the predicted one. Exit code 1: an answer differs, a kernel failed, or there was
@@ -65,11 +66,15 @@ def device(profile: str | None, target: str | None, as_json: bool) -> int:
     if not chosen:
         claimed = ", ".join(dict.fromkeys(name for name, _ in backend.profiles))
         raise InputError(f"profile {profile!r} is not one of {backend.name} ({backend.device}), which has {claimed}")
+    files = [read_vectors(name, dtype) for name, dtype in chosen]
+    known = sorted({vector.region for file in files for vector in file.vectors})
+    for region in regions:
+        if region not in known:
+            raise InputError(f"there are no vectors of region {region!r}; there are of {', '.join(known)}")
     clean = True
-    for name, dtype in chosen:
-        file = read_vectors(name, dtype)
-        with Console(stderr=True).status(f"{name} {dtype}") as shown:
-            answers = run(file, backend, shown.update)
+    for file in files:
+        with Console(stderr=True).status(f"{file.profile} {file.dtype}") as shown:
+            answers = run(file, backend, shown.update, regions)
         found = lines(answers)
         clean = clean and verdict(found)
         if as_json:

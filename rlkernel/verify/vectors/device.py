@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -56,8 +56,13 @@ class Answer:
     sentence: str = ""
 
 
-def verify(file: VectorFile, backend: Backend, say: Callable[[str], None] = lambda _: None) -> list[Answer]:
-    """Run every vector of a profile in each of its cases.
+def verify(
+    file: VectorFile,
+    backend: Backend,
+    say: Callable[[str], None] = lambda _: None,
+    regions: Collection[str] = (),
+) -> list[Answer]:
+    """Run every vector of a profile in each of its cases; of ``regions`` alone, if there are any.
 
     A vector whose inputs this machine generates with other bits is ``other inputs``: it says nothing of the device.
     """
@@ -65,8 +70,11 @@ def verify(file: VectorFile, backend: Backend, say: Callable[[str], None] = lamb
     with one_torch_thread():
         for model in dict.fromkeys(vector.model for vector in file.vectors):
             contract = model_contract(model, file.profile, file.dtype)
-            known = {(v.region, v.cases, v.problem): v for v in file.vectors if v.model == model}
+            own_vectors = [v for v in file.vectors if v.model == model and v.region in (regions or (v.region,))]
+            known = {(v.region, v.cases, v.problem): v for v in own_vectors}
             for group in groups(contract):
+                if regions and group.region not in regions:
+                    continue
                 say(f"{file.profile} {file.dtype}, {model}: {group.region}")
                 if all(backend.implementation(contract, group.region, case) is None for case in group.cases):
                     own = [known.pop(key) for key in list(known) if key[:2] == (group.region, group.cases)]
