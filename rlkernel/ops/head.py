@@ -103,7 +103,9 @@ class LinearLogprob:
             )
             gemm.weight_gradient(dz, rows, grad, host.workers)
             columns = host.weights.columns(region)
-            if columns.depth > dz.shape[1]:
-                dz = np.pad(dz, ((0, 0), (0, columns.depth - dz.shape[1])))  # whole vocabulary shards
-            parts.append(gemm.matmul(dz, columns, host.workers, leaves=host.tp, bf16=host.bf16))
+            real = None
+            if columns.depth > dz.shape[1]:  # packed in whole vocabulary shards, of which only real ids are added
+                real = dz.shape[1]
+                dz = np.pad(dz, ((0, 0), (0, columns.depth - real)))
+            parts.append(gemm.matmul(dz, columns, host.workers, leaves=host.tp, real=real, bf16=host.bf16))
         return np.concatenate(parts)

@@ -164,18 +164,14 @@ class ReferenceLinearLogprob(ReferenceOp):
         self.grad(host, name)[:] = array(continued(wgrad, steps[0], steps[1], running))
         dgrad = self.entry(host, "lm_head")
         weight = self.interpreter.weight(host, name)
-        return array(output(dgrad, matmul(dgrad, *_shard_padded(dgrad, dz, weight))))
+        borders = _shard_borders(dgrad, dz.shape[1])
+        return array(output(dgrad, matmul(dgrad, dz, weight.T.contiguous(), borders=borders)))
 
 
-def _shard_padded(points: SixPoints, dz: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dz [R, V] and the head [V, H] laid out so that equal leaves of the depth are the vocabulary's shards."""
-    shards = points.split.leaves
-    if shards == 1:
-        return dz, weight.T.contiguous()
+def _shard_borders(points: SixPoints, vocabulary: int) -> list[int]:
+    """Where the real ids of each shard begin, and where the last ones end; a shard of padding alone has none."""
     from rlkernel.contract.entries import VOCABULARY_LEAF
 
-    padding = -dz.shape[1] % (VOCABULARY_LEAF * shards)
-    return (
-        torch.nn.functional.pad(dz, (0, padding)),
-        torch.nn.functional.pad(weight, (0, 0, 0, padding)).T.contiguous(),
-    )
+    shards = points.split.leaves
+    size = -(-vocabulary // (VOCABULARY_LEAF * shards)) * VOCABULARY_LEAF
+    return [min(shard * size, vocabulary) for shard in range(shards + 1)] if shards > 1 else [0, vocabulary]

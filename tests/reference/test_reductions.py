@@ -59,6 +59,27 @@ def test_matmul_has_the_bits_of_the_compiled_gemm(kind: str, leaves: int) -> Non
     assert_same_bits(found.numpy(), gemm.matmul(a, panels, WORKERS, leaves=leaves))
 
 
+@pytest.mark.parametrize("real", [0, 5, 24, 41, 48])
+@pytest.mark.parametrize("kind", slow.HAZARDS)
+def test_padding_behind_the_real_depth_is_left_out(kind: str, real: int) -> None:
+    a, b = operands(kind, (5, 48), (7, 48))
+    borders = [min(12 * leaf, real) for leaf in range(5)]
+    found = reductions.matmul(entry(split=Split(leaves=4)), *tensors(a[:, :real], b[:, :real]), borders=borders)
+    compiled = gemm.matmul(a, gemm.pack_rows(b, WORKERS), WORKERS, leaves=4, real=real)
+    assert_same_bits(found.numpy(), compiled)
+
+
+def test_padding_would_change_the_sign_of_a_zero() -> None:
+    a, b = np.full((1, 8), 1e-30, np.float32), np.full((1, 8), -1e-30, np.float32)
+    a[:, 4:] = b[:, 4:] = 0.0
+    panels = gemm.pack_rows(b, WORKERS)
+    assert bool(np.signbit(gemm.matmul(a[:, :4].copy(), gemm.pack_rows(b[:, :4].copy(), WORKERS), WORKERS))[0, 0])
+    taken = gemm.matmul(a, panels, WORKERS, leaves=1)
+    assert not np.signbit(taken)[0, 0], "a product of zeros makes +0 of -0"
+    with pytest.raises(ContractError, match="real elements"):
+        gemm.matmul(a, panels, WORKERS, leaves=1, real=4)
+
+
 def test_matmul_of_bfloat16_tensors() -> None:
     a, b = (torch.from_numpy(x).bfloat16() for x in operands("normal", (3, 24), (4, 24)))
     points = entry(inputs="bfloat16")

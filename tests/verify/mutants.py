@@ -96,7 +96,7 @@ GEMM = (
        "gemm.py", "c[c_base + row * width + j] = c[c_base + row * width + j] + bias[column + j]", "c[c_base + row * width + j] = round_bf16(c[c_base + row * width + j]) + bias[column + j]",
        dtype=BF16, preset="tiny-qwen2"),
     _m("gemm: tail of the depth left out", DEPENDENCY, "gate_up_proj", FORWARD,
-       "gemm.py", "k_first, k_first + leaf_depth, b, b_base,", "k_first, k_first + max(1, leaf_depth // 4 * 4), b, b_base,",
+       "gemm.py", "k_last = min(k_first + leaf_depth, real)", "k_last = min(k_first + max(1, leaf_depth // 4 * 4), real)",
        "gemm.py", "depth, 1, 0, depth, b, b_base, outputs[part]", "depth, 1, 0, max(1, depth // 4 * 4), b, b_base, outputs[part]"),
     _m("gemm: operands rounded to bfloat16", PRECISION, "qkv_proj", FORWARD,
        "gemm.py", "        _matmul, panels.data.shape[0] * blocks, a.reshape(-1)", "        _matmul, panels.data.shape[0] * blocks, widen(narrow(a)).reshape(-1)",

@@ -80,9 +80,12 @@ def _merge_leaves(buffer, leaves, size):
 
 @kernel
 def _matmul(
-    first, last, a, rows, depth, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0, end1, c0, c1, c2
-):
+    first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0, end1,
+    c0, c1, c2,
+):  # fmt: skip
     """Output tasks first..last, ordered by group of row blocks, panel, row block. All arrays flat.
+
+    Elements of the depth from ``real`` on are left out of every chain; a leaf without another one is +0.
 
     Columns before end0 are the matrix c0, those before end1 c1, the others c2 (passing a tuple would take longer).
     """
@@ -127,8 +130,12 @@ def _matmul(
             for leaf in range(leaves):
                 c_base = leaf * size - row_first * PANEL_WIDTH
                 k_first = leaf * leaf_depth
+                k_last = min(k_first + leaf_depth, real)
+                if k_first >= k_last:
+                    buffer[leaf * size : (leaf + 1) * size] = 0.0
+                    continue
                 _chains(
-                    block_first, block_last, blocks, rows, a, depth, 1, k_first, k_first + leaf_depth, b, b_base,
+                    block_first, block_last, blocks, rows, a, depth, 1, k_first, k_last, b, b_base,
                     buffer, c_base, PANEL_WIDTH, False,
                 )  # fmt: skip
             _merge_leaves(buffer, leaves, size)
@@ -184,6 +191,7 @@ def matmul(
     workers: Workers,
     *,
     leaves: int = 1,
+    real: int | None = None,
     bias: Array | None = None,
     bf16: bool = False,
     out: Array | None = None,
@@ -193,19 +201,21 @@ def matmul(
     Args:
         a: float32 ``[M, K]``, C-contiguous.
         leaves: the depth is cut into so many equal parts, each a chain from +0, merged as a balanced binary tree.
+        real: elements of the depth from here on are padding, which no chain takes in; none without it.
         bias: float32 ``[N]``, added (``add.rn``) after the chain or tree.
         bf16: round the result to bfloat16 (held in float32).
         out: float32 ``[M, N]`` to write into.
 
     Raises:
-        ContractError: shapes or dtypes do not fit, or ``leaves`` is no power of two that divides the depth.
+        ContractError: shapes or dtypes do not fit, ``leaves`` is no power of two that divides the depth, or ``real``
+            lies outside it, or is given for one leaf.
     """
     rows = _check_left(a, panels)
     if out is None:
         out = np.empty((rows, panels.rows), np.float32)
     else:
         _check_float32("the output of a matmul", out, (rows, panels.rows))
-    _run_matmul(a, panels, [out], workers, leaves, bias, bf16)
+    _run_matmul(a, panels, [out], workers, leaves, bias, bf16, real)
     return out
 
 
@@ -233,11 +243,17 @@ def _run_matmul(
     leaves: int,
     bias: Array | None,
     bf16: bool,
+    real: int | None = None,
 ) -> None:
     if leaves < 1 or leaves & (leaves - 1) or panels.depth % leaves:
         raise ContractError(
             f"a depth of {panels.depth} cannot be cut into {leaves} equal leaves of a balanced tree; "
             "the number of leaves is a power of two that divides the depth"
+        )
+    if real is not None and (leaves == 1 or not 0 <= real <= panels.depth):
+        raise ContractError(
+            f"{real} real elements of a depth of {panels.depth} in {leaves} leaves: padding lies behind the real "
+            "elements of several leaves; one leaf is packed without any"
         )
     if bias is not None:
         _check_float32("the bias of a matmul", bias, (panels.rows,))
@@ -251,7 +267,8 @@ def _run_matmul(
     if len(outputs) > 1:
         ends[1] += outputs[1].shape[1]
     workers.run(
-        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth, blocks, group_blocks,
+        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth,
+        panels.depth if real is None else real, blocks, group_blocks,
         panels.data.reshape(-1), panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16),
         *ends, *flat, grain=_grain(-(-rows // blocks), panels.depth),
     )  # fmt: skip
