@@ -175,7 +175,7 @@ def test_a_failing_kernel_is_refused_with_its_own_words(
         (["{own}:add", "--region", "residual_add", "--profile", "volta"], "profile 'volta' is unknown"),
         (["{own}:add", "--region", "residual_add", "--device", "meta"], "there is no device 'meta' here"),
         (["{own}:add", "--region", "rope", "--takes", "numpy", "--device", "cuda"], "the function runs on the CPU"),
-        (["{own}:add", "--region", "rope", "--all"], "--all admits this package's own CPU kernels"),
+        (["{own}:add", "--region", "rope", "--all"], "--all admits this package's own kernels"),
     ],
 )
 def test_bad_input_is_code_2_with_a_sentence(own: str, capsys: Capture, arguments: list[str], words: str) -> None:

@@ -29,7 +29,7 @@ FORWARD, BACKWARD = "trainer_forward", "trainer_backward"
 @click.option("--device", default="cpu", show_default=True, help="Of torch tensors, as in 'cuda'.")
 @click.option("--pipeline", type=click.Path(dir_okay=False), metavar="FILE", help="Take the contract from a pipeline.")
 @click.option("--full", is_flag=True, help="Compare at least a million outputs, not only the quick set.")
-@click.option("--all", "everything", is_flag=True, help="Admit all CPU kernels, for --pipeline or all presets.")
+@click.option("--all", "everything", is_flag=True, help="Admit all kernels of --device, for --pipeline or all presets.")
 @click.option("--to", "folder", type=click.Path(file_okay=False), help="Keep the certificate in this folder.")
 @click.option("--signatures", is_flag=True, help="Print how a function of each region is called.")
 @json_option
@@ -62,11 +62,9 @@ def admit(
     if takes == "numpy" and device != "cpu":
         raise InputError(f"--device {device} is of torch tensors; with --takes numpy the function runs on the CPU")
     if everything:
-        if name or region or backward or device != "cpu":
-            raise InputError(
-                "--all admits this package's own CPU kernels; leave the function, --region, --backward and --device out"
-            )
-        return _admit_all(pipeline, profile, dtype, budget, folder, as_json)
+        if name or region or backward:
+            raise InputError("--all admits this package's own kernels; leave the function, --region and --backward out")
+        return _admit_all(pipeline, profile, dtype, device, budget, folder, as_json)
     if not name or not region:
         raise InputError("name a function and its --region, as in: vime admit my.kernels:norm --region rms_norm")
     case = BACKWARD if backward else FORWARD
@@ -179,41 +177,65 @@ def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
 
 
 def _admit_all(
-    pipeline: str | None, profile: str | None, dtype: str | None, budget: Budget, folder: str | None, as_json: bool
+    pipeline: str | None,
+    profile: str | None,
+    dtype: str | None,
+    device: str,
+    budget: Budget,
+    folder: str | None,
+    as_json: bool,
 ) -> int:
     from rlkernel.contract.build import build_contract
     from rlkernel.kernels.cpu.threads import Workers
     from rlkernel.models.presets import PRESETS
-    from rlkernel.ops.composition import cpu_candidates
     from rlkernel.verify.admission.certificate import AdmissionRefused
+    from rlkernel.verify.admission.parallel import processes_here
+    from rlkernel.verify.admission.sources import device_target
     from rlkernel.verify.admission.store import ensure_certificates, user_folder
-    from vime.train.admission import step_candidates
 
+    target = device_target(device)
     if pipeline is not None:
         contracts = [_contract(pipeline, profile, dtype)]
     else:
-        dtypes = ("float32", "bfloat16") if dtype is None else (dtype,)
         given = profile or "portable"
+        both = ("float32", "bfloat16") if given == "portable" else ("bfloat16",)
+        dtypes = both if dtype is None else (dtype,)
         contracts = [
             build_contract(config, profile=given, dtype=kind) for config in PRESETS.values() for kind in dtypes
         ]
-    candidates = [*((c.region, c.op) for c in cpu_candidates()), *step_candidates()]
     keep = Path(folder) if folder else user_folder()
     workers, count = Workers(), 0
     for contract in contracts:
         try:
-            admitted = ensure_certificates(
-                contract, candidates, workers, budget=budget, folders=[keep], keep=keep,
-                say=lambda text: None if as_json else click.echo(text),
-            )  # fmt: skip
+            for where, candidates in _candidates(contract, device, target):
+                admitted = ensure_certificates(
+                    contract, candidates, workers, target=where, budget=budget, folders=[keep], keep=keep,
+                    processes=1 if where == "cpu" else processes_here(),
+                    say=lambda text: None if as_json else click.echo(text),
+                )  # fmt: skip
+                for certificate in admitted.made:
+                    _print_admission(certificate, as_json)
+                for note in admitted.notes:
+                    click.echo(f"vime: {note}", err=True)
+                count += len(admitted.certificates)
         except AdmissionRefused as refused:
             _print_refusal(refused, "", as_json)
             return 1
-        for certificate in admitted.made:
-            _print_admission(certificate, as_json)
-        for note in admitted.notes:
-            click.echo(f"vime: {note}", err=True)
-        count += len(admitted.certificates)
     summary: dict[str, Any] = {"event": "all", "certificates": count, "folder": str(keep)}
     click.echo(json.dumps(summary) if as_json else f"{count} certificates are valid in {keep}")
     return 0
+
+
+def _candidates(contract: Contract, device: str, target: str) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Targets and what a run on the device computes with there: the policy loss stays on the CPU."""
+    from rlkernel.ops.composition import cpu_candidates
+    from vime.train.admission import step_candidates
+
+    if target == "cpu":
+        return [("cpu", [*((c.region, c.op) for c in cpu_candidates()), *step_candidates()])]
+    import torch
+
+    from rlkernel.verify.admission.device import device_candidates
+
+    own = device_candidates(contract, torch.device(device))
+    return [(target, list(own)), ("cpu", [pair for pair in step_candidates() if pair[0] == "loss"])]

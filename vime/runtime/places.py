@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -16,6 +17,7 @@ from rlkernel.ops.composition import Candidate, Composition, compose, cpu_candid
 from rlkernel.ops.runner import ModelRunner
 from rlkernel.ops.weights import WeightSet
 from rlkernel.verify.admission.first_use import with_first_use_checks
+from rlkernel.verify.admission.parallel import processes_here
 from rlkernel.verify.admission.sources import cpu_toolchain, specification_digest
 from rlkernel.verify.admission.store import Admitted, ensure_certificates
 from rlkernel.verify.evidence import Evidence
@@ -217,7 +219,9 @@ class GpuPlace:
         return device_candidates(contract, self.device)
 
     def _admitted(self, faced: tuple[tuple[str, Any], ...], contract: Contract, workers: Workers) -> Admitted:
-        own = ensure_certificates(contract, faced, workers, target=faced[0][1].target)
+        own = ensure_certificates(
+            contract, faced, workers, target=faced[0][1].target, processes=processes_here(), say=_say
+        )
         loss = ensure_certificates(contract, [pair for pair in step_candidates() if pair[0] == "loss"], workers)
         notes = dict.fromkeys((*own.notes, *loss.notes))
         return Admitted((*own.certificates, *loss.certificates), (*own.made, *loss.made), tuple(notes))
@@ -269,6 +273,11 @@ class GpuPlace:
         from vime.train.native.device import DeviceBackend
 
         return DeviceBackend(self.device, workers)
+
+
+def _say(sentence: str) -> None:
+    """Where people look who wait for a comparison; the run's own output stays what it is."""
+    print(f"vime: {sentence}", file=sys.stderr, flush=True)
 
 
 def _told(admitted: Admitted) -> dict[str, Any]:

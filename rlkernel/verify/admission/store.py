@@ -24,6 +24,7 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.admission.admit import admit, cases_of
 from rlkernel.verify.admission.budget import BUDGETS, QUICK, Budget
 from rlkernel.verify.admission.certificate import Certificate, certificate_from_json, invalid_because
+from rlkernel.verify.admission.parallel import Pending, admit_in_processes
 from rlkernel.verify.admission.sources import identity_of
 
 
@@ -117,6 +118,7 @@ def ensure_certificates(
     budget: Budget = QUICK,
     folders: Sequence[Path] | None = None,
     keep: Path | None = None,
+    processes: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> Admitted:
     """Certificates of every candidate for all its cases, made now where they are missing.
@@ -125,27 +127,38 @@ def ensure_certificates(
         candidates: pairs (region, implementation).
         folders: where to read; the user's folder without it.
         keep: where to write new ones; the user's folder without it.
-        say: gets a sentence for every region that is compared now.
+        processes: so many regions are compared at a time, each in a process of its own if there are several; the
+            candidates have to be such that they can be sent there.
+        say: gets a sentence for every region that is compared now, and one when it is done in another process.
 
     Raises:
         AdmissionRefused: an implementation's bits are not the contract's.
+        ContractError: a process of its own failed.
     """
     notes: list[str] = []
     known = [c for folder in folders or (user_folder(),) for c in read_certificates(folder, notes.append)]
-    all_of, made = [], []
+    all_of: dict[str, list[Certificate]] = {}
+    pending: list[Pending] = []
     for region, op in candidates:
         cases = cases_of(region, contract)
         if not cases:
             continue
         found, reasons = valid_certificates(known, op, contract, region, cases, target, budget)
+        all_of[region] = found
         if not found:
             why = f"; a certificate that was kept does not count: {'; '.join(reasons)}" if reasons else ""
             say(f"admission of {op.implementation} for {region} ({contract.profile}, {contract.dtype}){why}")
-            found = [admit(op, region, cases, contract, target, budget, workers=workers)]
-            made += found
-        all_of += found
-    try:
-        write_certificates(made, user_folder() if keep is None else keep)
-    except OSError as error:  # they hold for this process all the same
-        notes.append(f"certificates cannot be kept, so that the next run compares again: {error}")
-    return Admitted(tuple(all_of), tuple(made), tuple(notes))
+            pending.append(Pending(region, op, cases))
+    place = user_folder() if keep is None else keep
+    if processes > 1 and len(pending) > 1:
+        made, found_notes = admit_in_processes(pending, contract, target, budget, place, processes, say)
+        notes += dict.fromkeys(found_notes)
+    else:
+        made = [admit(p.op, p.region, p.cases, contract, target, budget, workers=workers) for p in pending]
+        try:
+            write_certificates(made, place)
+        except OSError as error:  # they hold for this process all the same
+            notes.append(f"certificates cannot be kept, so that the next run compares again: {error}")
+    for item, certificate in zip(pending, made, strict=True):
+        all_of[item.region] = [certificate]
+    return Admitted(tuple(c for found in all_of.values() for c in found), tuple(made), tuple(notes))
