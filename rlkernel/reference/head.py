@@ -164,11 +164,11 @@ class ReferenceLinearLogprob(ReferenceOp):
         self.grad(host, name)[:] = array(continued(wgrad, steps[0], steps[1], running))
         dgrad = self.entry(host, "lm_head")
         weight = self.interpreter.weight(host, name)
-        borders = _shard_borders(dgrad, dz.shape[1])
+        borders = shard_borders(dgrad, dz.shape[1])
         return array(output(dgrad, matmul(dgrad, dz, weight.T.contiguous(), borders=borders)))
 
 
-def _shard_borders(points: SixPoints, vocabulary: int) -> list[int]:
+def shard_borders(points: SixPoints, vocabulary: int) -> list[int]:
     """Where the real ids of each shard begin, and where the last ones end; a shard of padding alone has none."""
     from rlkernel.contract.entries import VOCABULARY_LEAF
 

@@ -16,7 +16,7 @@ from rlkernel.models.definition import Region
 from rlkernel.ops.host import RopeTables, TokenBatch
 from rlkernel.reference.arith import div, mul, sub
 from rlkernel.reference.attention import attend, attend_backward
-from rlkernel.reference.head import ReferenceLinearLogprob, _shard_padded, scalar, statistics
+from rlkernel.reference.head import ReferenceLinearLogprob, scalar, shard_borders, statistics
 from rlkernel.reference.lookup import primitive
 from rlkernel.reference.primitives import LOG2E
 from rlkernel.reference.reductions import matmul
@@ -279,5 +279,6 @@ def head_backward_slice(
     hot = torch.zeros_like(z).scatter_(1, ids[:, None], 1.0)
     c = div(values(coefficient[-1:]), scalar(temperature, z[:, 0]))
     dz = output(points, mul(sub(hot, p), c[:, None].expand_as(z)))
-    dx = output(dgrad, matmul(dgrad, *_shard_padded(dgrad, dz, weight[:, :CORNER].contiguous())))
+    corner = weight[:, :CORNER].T.contiguous()
+    dx = output(dgrad, matmul(dgrad, dz, corner, borders=shard_borders(dgrad, dz.shape[1])))
     return {"gradient of hidden": home(dx)}
