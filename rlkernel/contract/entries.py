@@ -11,7 +11,6 @@ from rlkernel.contract.points import Dependency, Merge, Precision, RoundingSite,
 from rlkernel.contract.profiles import ADD, DIV, EXP2, FMA, LOG2, MAX, MUL, SQRT, Profile
 from rlkernel.models.config import ModelConfig
 
-KEY_SPLIT = 512
 VOCABULARY_LEAF = 128
 MAX_LANES = 256
 GRADIENT_NORM_LEAF = 1024
@@ -100,7 +99,7 @@ class Entries:
         several = profile.row_sum_lanes > 1
         return SixPoints(
             Dependency(("query row", "keys", "values"), KEYS),
-            Split(leaves=0, leaf_size=KEY_SPLIT, lanes=profile.row_sum_lanes, step=profile.step),
+            Split(leaves=0, leaf_size=profile.key_split, lanes=profile.row_sum_lanes, step=profile.step),
             Merge("ascending_chain", "balanced_tree" if several else "none", "rescale_ascending"),
             self._stream,
             rounding + self._to_stream,

@@ -21,7 +21,8 @@ class Profile:
     ``mac`` is the multiply-accumulate primitive, ``step`` how many elements of the reduction it takes at a time.
     ``weights_exp2`` maps the dtype to the exponential of attention weights. ``key_block`` keys enter the online softmax
     at a time; inside a block the row sum runs in ``row_sum_lanes`` strided chains that merge as a tree (1: one chain,
-    continued from the rescaled sum).
+    continued from the rescaled sum). Every ``key_split`` keys an online softmax of their own begins; results merge
+    by the largest maximum.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Profile:
     weights_exp2: tuple[tuple[str, str], ...]
     key_block: int
     row_sum_lanes: int
+    key_split: int
 
     def attention_exp2(self, dtype: str) -> str:
         """The exponential of attention weights."""
@@ -38,9 +40,9 @@ class Profile:
 
 
 PROFILES: tuple[Profile, ...] = (
-    Profile("portable", FMA, 1, ("float32", "bfloat16"), (("float32", EXP2), ("bfloat16", EXP2_P3)), 64, 1),
-    Profile("hopper", MMA_SM90, 16, ("bfloat16",), (("bfloat16", EX2_SM90),), 128, 8),
-    Profile("cdna3", MFMA_GFX942, 8, ("bfloat16",), (("bfloat16", EXP2_P3),), 64, 8),
+    Profile("portable", FMA, 1, ("float32", "bfloat16"), (("float32", EXP2), ("bfloat16", EXP2_P3)), 64, 1, 512),
+    Profile("hopper", MMA_SM90, 16, ("bfloat16",), (("bfloat16", EX2_SM90),), 128, 8, 2048),
+    Profile("cdna3", MFMA_GFX942, 8, ("bfloat16",), (("bfloat16", EXP2_P3),), 64, 8, 512),
 )
 
 

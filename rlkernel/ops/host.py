@@ -59,6 +59,7 @@ class Host:
     """Services for one pass over one batch. ``state`` is None where whole sequences are attended (trainer).
 
     ``row_starts`` int32 [S+1]: offsets of each sequence's rows among the rows of the head; None: one sequence.
+    ``read_rows``: rows of the outputs that the caller reads; the interpreter of attention leaves the others +0.
     """
 
     config: ModelConfig
@@ -72,3 +73,4 @@ class Host:
     state: KVState | None = None
     gradients: Gradients | None = None
     row_starts: NDArray[np.int32] | None = None
+    read_rows: NDArray[np.int64] | None = None

@@ -249,19 +249,22 @@ class ReferenceAttention(ReferenceOp):
         points = self.entry(host, "attention")
         q, k, v = inputs
         group = host.config.num_heads // host.config.num_kv_heads
-        out, lse2 = np.empty_like(q), np.empty(q.shape[:2], np.float32)
+        out, lse2 = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
         if host.state is not None:
             self._append(region, k, v, host)
         for s in range(len(host.batch.starts) - 1):
             rows = slice(int(host.batch.starts[s]), int(host.batch.starts[s + 1]))
-            if rows.start == rows.stop:
+            read = np.arange(rows.start, rows.stop)
+            if host.read_rows is not None:
+                read = np.intersect1d(read, host.read_rows)
+            if not len(read):
                 continue
             keys, values = (k[rows], v[rows]) if host.state is None else self._gather(region, s, rows, host)
-            positions = torch.from_numpy(host.batch.positions[rows].astype(np.int64)).to(self.interpreter.device)
+            positions = torch.from_numpy(host.batch.positions[read].astype(np.int64)).to(self.interpreter.device)
             for head in range(q.shape[1]):
                 kt, vt = (self.interpreter.tensor(x[:, head // group]) for x in (keys, values))
-                found, log = attend(points, self.interpreter.tensor(q[rows, head]), kt, vt, positions)
-                out[rows, head], lse2[rows, head] = array(found), array(log)
+                found, log = attend(points, self.interpreter.tensor(q[read, head]), kt, vt, positions)
+                out[read, head], lse2[read, head] = array(found), array(log)
         return (out,), (q, k, v, out, lse2)
 
     def _append(self, region: Region, k: Array, v: Array, host: Host) -> None:

@@ -9,7 +9,42 @@ import pytest
 import torch
 
 from rlkernel.errors import ModelError
-from rlkernel.models.presets import PRESETS, near_normal, philox4x32, preset
+from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.models.near_normal import near_normal
+from rlkernel.models.presets import PRESETS, preset
+
+
+def philox4x32(counter, key):
+    """Philox4x32-10 over arrays: counter [4, N] and the result [4, N] hold 32-bit words in uint64."""
+    c0, c1, c2, c3 = counter
+    (k0, k1), low = key, np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (second >> np.uint64(32)) ^ c1 ^ np.uint64(k0), second & low
+        c2, c3 = (first >> np.uint64(32)) ^ c3 ^ np.uint64(k1), first & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3])
+
+
+def defined(name, seed, index, deviation):
+    """Elements of near_normal at uint64 places, from the definition."""
+    label = hashlib.sha256(name.encode()).digest()
+    high = [np.full(len(index), int.from_bytes(label[i : i + 4], "little"), np.uint64) for i in (0, 4)]
+    counter = np.stack([index & np.uint64(0xFFFFFFFF), index >> np.uint64(32), *high])
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    total = ((words & np.uint64(0xFFFF)) + (words >> np.uint64(16))).sum(axis=0).astype(np.int64)
+    unit = 0.5 / float(np.sqrt(np.float64(8.0 * 4294967295.0 / 12.0)))
+    return ((2 * total - 8 * 65535).astype(np.float64) * (unit * deviation)).astype(np.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_numbers_are_those_of_the_definition(threads):
+    workers, count, seed = Workers(threads), 200_003, 0x1234_5678_9ABC_DEF0
+    found = near_normal("model.x", seed, count, 0.02, workers)
+    expected = defined("model.x", seed, np.arange(count, dtype=np.uint64), 0.02)
+    assert (found.view(np.uint32) == expected.view(np.uint32)).all()
+    assert len(near_normal("model.x", seed, 0, 0.02, workers)) == 0
+    workers.close()
 
 
 def test_philox_known_answers():

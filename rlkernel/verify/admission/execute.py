@@ -94,6 +94,7 @@ class Executor:
             workers=self.workers,
             state=state,
             gradients=gradients,
+            read_rows=None if problem.read is None else np.array(problem.read, np.int64),
         )
 
     def run(self, op: Any, problem: Problem, case: str) -> Results:
@@ -115,6 +116,8 @@ class Executor:
     def _forward(self, op: Any, problem: Problem, case: str) -> Results:
         if problem.head is None:
             outputs, _ = op.forward(problem.region, list(problem.inputs), self.host(problem, case))
+            if problem.read is not None:
+                outputs = tuple(value[list(problem.read)] for value in outputs)
             return dict(zip((_short(name) for name in problem.region.outputs), outputs, strict=True))
         host = self.host(problem, case)
         found = op.forward(problem.region, problem.inputs[0], problem.head.targets, problem.head.temperature, host)

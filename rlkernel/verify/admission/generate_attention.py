@@ -18,6 +18,9 @@ from rlkernel.verify.admission.problem import (
 )
 from rlkernel.verify.admission.values import FINITE_HAZARDS, SPECIAL_HAZARDS, Generator, generator, make
 
+_SPLIT_READ_WHOLE = 512
+"""Keys of a split up to which the interpreter computes every row of a sequence that crosses its border."""
+
 
 def _heads(rng: Generator, rows: int, hazards: tuple[str, ...], each: int, depth: int, bf16: bool) -> Array:
     """[rows, len(hazards) * each, depth]: one class of values a KV head."""
@@ -55,6 +58,15 @@ def _cancelling(problem: Problem) -> Problem:
     pairs = len(k) // 2 * 2
     k[1:pairs:2], v[1:pairs:2] = k[0:pairs:2], -v[0:pairs:2]
     return replace(problem, hazards=("exact cancellation",), inputs=(q, k, v))
+
+
+def _split_borders(contract: Contract, split: int, seed: int) -> Problem:
+    """One sequence with rows on both sides of a split's border; of a long one only rows about the border are read."""
+    problem = _whole(contract, "split borders", [split + 18], ("normal",), 1, seed, False)
+    if split <= _SPLIT_READ_WHOLE:
+        return problem
+    read = (0, split // 2, *range(split - 2, split + 18))
+    return replace(problem, name=f"{problem.name}, {len(read)} rows read", read=read)
 
 
 def _pages(
@@ -120,7 +132,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
             _cancelling(_whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
             _whole(contract, "fully masked blocks", [3 * block + 2, 3], ("ties", "exponent spread"), 1, seed, False),
-            _whole(contract, "split borders", [split + 18], ("normal",), 1, seed, False),
+            _split_borders(contract, split, seed),
             _whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, False),
         ]
     decode = [0, 1, block - 1, block, 2 * block + 1, split - 1, split, split + block + 3]

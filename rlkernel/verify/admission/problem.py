@@ -64,6 +64,7 @@ class Problem:
         alone: rows (sequences, for attention) that are executed once more without their neighbours.
         views: execute once more with inputs that are not contiguous.
         pages, head: what attention and the head take beside their inputs.
+        read: rows of a forward that are compared, where the interpreter takes too long for all; None: all.
         bulk: many outputs, for deviations that few of them show; not executed again to explain one.
     """
 
@@ -81,6 +82,7 @@ class Problem:
     head: HeadInputs | None = None
     alone: tuple[int, ...] = ()
     views: bool = False
+    read: tuple[int, ...] | None = None
     bulk: bool = False
 
     @property
@@ -89,6 +91,8 @@ class Problem:
         if self.region.kind != "attention":
             return 0
         starts = self.batch.starts
+        if self.read is not None:
+            return 20 * self.config.num_heads * sum(int(self.batch.positions[row]) + 1 for row in self.read)
         last = [int(self.batch.positions[b - 1]) + 1 for a, b in pairwise(starts) if b > a]
         return 20 * self.config.num_heads * sum(last)
 
