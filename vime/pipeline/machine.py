@@ -104,7 +104,8 @@ def _memory(device: str) -> tuple[str, int]:
 def estimated_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
     """Disk that a run may take: checkpoints (one is written before the oldest is removed) and per-token arrays."""
     checkpoint = _parameters(config) * (4 + 4 + 4 + 4)  # master, both moments, weights
-    kept = min(pipeline.checkpoint.keep + 1, -(-pipeline.steps // pipeline.checkpoint.every) + 1)
+    every = pipeline.checkpoint.every
+    kept = min(pipeline.checkpoint.keep + 1, -(-pipeline.steps // every) + 1) if every else 0
     rollout, evaluate = pipeline.stages.rollout, pipeline.stages.evaluate
     samples = pipeline.steps * rollout.prompts_per_step * rollout.samples_per_prompt
     evaluations = 2 + (pipeline.steps // evaluate.every if evaluate.every else 0)

@@ -244,9 +244,13 @@ class Stages(Section):
 
 
 class Checkpoint(Section):
-    """A checkpoint every ``every`` steps and after the last; the newest ``keep`` are kept."""
+    """A checkpoint every ``every`` steps and after the last; the newest ``keep`` are kept.
 
-    every: Count = 10
+    0 writes none at all: nothing then takes the time and the disk (16 bytes a parameter), and a run that was stopped
+    starts again from its beginning.
+    """
+
+    every: CountOrZero = 10
     keep: Count = 2
 
 

@@ -247,7 +247,8 @@ class _Run:
         settings, last = self.pipeline.stages.evaluate, step + 1 == self.pipeline.steps
         if last or (settings.every and (step + 1) % settings.every == 0):
             self._evaluate(stages, publisher, step + 1)
-        if last or (step + 1) % self.pipeline.checkpoint.every == 0:
+        every = self.pipeline.checkpoint.every
+        if every and (last or (step + 1) % every == 0):
             self.observer.stage("checkpoint")
             self.directory.write_checkpoint(step, lambda folder: self._fill_checkpoint(folder, sides))
             evidence = gathered_evidence(sides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,12 @@ class CheckpointStore:
         if sums != dict(announced):
             odd = sorted(name for name in {*sums, *announced} if sums.get(name) != announced.get(name))
             raise InputError(f"{where}: {MANIFEST} and the event log disagree about {', '.join(odd)}")
-        for name in sorted(announced):
-            _check_file(folder / name, f"{where}: file {name}", sizes[name], announced[name])
+        names = sorted(announced)
+        with ThreadPoolExecutor(4) as pool:
+            for _ in pool.map(
+                lambda name: _check_file(folder / name, f"{where}: file {name}", sizes[name], announced[name]), names
+            ):
+                pass  # raises what the first of them found
         if additional := sorted(set(_files(folder)) - {MANIFEST, *announced}):
             raise InvariantViolation(
                 f"{where} holds {', '.join(additional)}, which nothing announced. Remove what is not the run's own"
@@ -135,11 +140,11 @@ def _check_declared(folder: Path, files: Mapping[str, str]) -> dict[str, int]:
     if set(found) != set(files):
         raise InputError(f"a checkpoint was declared with the files {sorted(files)}, but holds {sorted(found)}")
     sizes = {}
-    for name, path in found.items():
-        actual = file_sha256(path)
-        if actual != files[name]:
-            raise InputError(f"checkpoint file {name} was declared with SHA-256 {files[name]}, but has {actual}")
-        sizes[name] = path.stat().st_size
+    with ThreadPoolExecutor(4) as pool:  # hashing releases the GIL, and the files of a large model are many gigabytes
+        for (name, path), actual in zip(found.items(), pool.map(file_sha256, found.values()), strict=True):
+            if actual != files[name]:
+                raise InputError(f"checkpoint file {name} was declared with SHA-256 {files[name]}, but has {actual}")
+            sizes[name] = path.stat().st_size
     return sizes
 
 

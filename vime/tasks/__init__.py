@@ -9,6 +9,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
     {
         "complement_digits": "vime.tasks.digits.complement_rows",
         "reverse_digits": "vime.tasks.digits.reverse_rows",
+        "digit_strings": "vime.tasks.tokens.digit_rows",
         "arithmetic": "vime.tasks.arithmetic.rows",
         "jsonl": "vime.tasks.jsonl.rows",
     }
@@ -17,6 +18,7 @@ REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "complement_digits": "vime.tasks.digits.reward",
         "reverse_digits": "vime.tasks.digits.reward",
+        "low_tokens": "vime.tasks.tokens.low_tokens",
         "arithmetic": "vime.tasks.arithmetic.reward",
         "exact_match": "vime.tasks.jsonl.exact_match",
     }

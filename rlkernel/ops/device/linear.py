@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from rlkernel.contract.points import SixPoints
 from rlkernel.contract.profiles import FMA
 from rlkernel.kernels.products import PADDED_ROWS, Products
-from rlkernel.kernels.triton import launch
+from rlkernel.kernels.triton import launch, launch_rows
 from rlkernel.kernels.triton.launch import MultiplyAccumulate
 from rlkernel.kernels.vendor.admission import AdmissionTable
 
@@ -44,13 +44,29 @@ def admit(points: SixPoints, rows: int, w: torch.Tensor, out_dtype: torch.dtype)
 
 
 def forward(
-    points: SixPoints, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    points: SixPoints,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    overlaps: bool = False,
 ) -> torch.Tensor:
-    """``cast(add(tree over leaves of chain(x, w), bias))``: x [T, K], w [N, K], bias [N] -> [T, N]."""
+    """``cast(add(tree over leaves of chain(x, w), bias))``: x [T, K], w [N, K], bias [N] -> [T, N].
+
+    ``overlaps``: the kernel may read w while the one before it runs.
+    """
     mac, leaves = multiply_accumulate(points), points.split.leaves
     if mac == "fma":
         return launch.gemm(x, w, mac=mac, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=FMA_TILE)
-    return products(x.device).forward(x, w, leaves=leaves, bias=bias, out_dtype=out_dtype)
+    return products(x.device).forward(x, w, leaves=leaves, bias=bias, out_dtype=out_dtype, overlaps=overlaps)
+
+
+def swiglu(points: SixPoints, x: torch.Tensor, w: torch.Tensor, slices: int, *, overlaps: bool = False) -> torch.Tensor:
+    """SwiGLU of the projection w [2 * I, K], ``slices`` times [gate, up], of x [T, K]: [T, I] in the dtype of x."""
+    if multiply_accumulate(points) == "fma" or points.split.leaves > 1:
+        return launch_rows.swiglu(forward(points, x, w, None, x.dtype), leaves=slices)
+    return products(x.device).swiglu(x, w, slices=slices, overlaps=overlaps)
 
 
 def dgrad(points: SixPoints, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -80,7 +96,11 @@ class Places:
 
 def places_of_whole_steps(points: SixPoints, starts: tuple[int, ...], device: torch.device) -> Places | None:
     """The layout of rows of sequences at ``starts``; None where every sequence has whole steps already."""
-    step = points.split.step
+    return _places(points.split.step, starts, device)
+
+
+@lru_cache(maxsize=64)  # every projection of a pass asks for the same one, and it crosses to the device
+def _places(step: int, starts: tuple[int, ...], device: torch.device) -> Places | None:
     if all((last - first) % step == 0 for first, last in pairwise(starts)):
         return None
     rows: list[int] = []

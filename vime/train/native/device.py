@@ -108,7 +108,7 @@ class DeviceAdamW(AdamW):
 
 
 def _home(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
+    return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in tensors.items()}
 
 
 class DeviceBackend:

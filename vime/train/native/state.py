@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,13 @@ def save(
         "moment1": _torch(state.moment1),
         "moment2": _torch(state.moment2),
     }
-    digests: dict[str, str] = {}
-    for name in TENSOR_FILES:
-        path = folder / f"{name}.safetensors"
-        try:
-            save_file({key: value.cpu().contiguous() for key, value in groups[name].items()}, path, {"format": "pt"})
-        except SafetensorError as error:  # a full disk, of which safetensors keeps only the words
-            raise Interrupted(f"{path} cannot be written ({error}): make room, then resume") from error
-        _sync(path)
-        digests[path.name] = file_sha256(path)
+    with ThreadPoolExecutor(len(TENSOR_FILES)) as pool:  # while the next file is written, the last one is hashed
+        hashed = {}
+        for name in TENSOR_FILES:
+            path = folder / f"{name}.safetensors"
+            _write(path, groups[name])
+            hashed[path.name] = pool.submit(file_sha256, path)
+    digests = {name: found.result() for name, found in hashed.items()}
     content = {
         "format": FORMAT,
         "dtype": dtype,
@@ -93,6 +92,15 @@ def save(
     _sync(path)
     _sync(folder)
     return {**digests, STATE_FILE: file_sha256(path)}
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one file, synced to the disk."""
+    try:
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk, of which safetensors keeps only the words
+        raise Interrupted(f"{path} cannot be written ({error}): make room, then resume") from error
+    _sync(path)
 
 
 def load(
@@ -123,7 +131,9 @@ def load(
             f"{folder / STATE_FILE}: the optimizer was configured as {content['optimizer']}, this run's is "
             f"{optimizer.config.as_json()}: a resumed run keeps its configuration"
         )
-    groups = {name: _read_tensors(folder, name, content["sha256"]) for name in TENSOR_FILES}
+    with ThreadPoolExecutor(len(TENSOR_FILES)) as pool:
+        read = pool.map(lambda name: _read_tensors(folder, name, content["sha256"]), TENSOR_FILES)
+        groups = dict(zip(TENSOR_FILES, read, strict=True))
     problems: list[str] = []
     for name, tensors in groups.items():
         problems += _problems(f"{name}.safetensors", tensors, expected, float32=name != WEIGHTS)
