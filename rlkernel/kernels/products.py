@@ -2,6 +2,7 @@
 
 The rule, in this order (:meth:`Products.describe` answers with what it gives and why):
 
+0. With ``overlaps`` and few rows the warp-specialised kernel of sm_90: it can start while another one runs.
 1. cuBLASLt where the shape was admitted on this device with this library: one chain, no bias, a fresh result. Up to 32
    rows are padded to 32; any other number of rows has to be the admitted one.
 2. On sm_90 the warp-specialised kernel, where it takes the operands.
@@ -18,13 +19,24 @@ from typing import Literal
 import torch
 
 from rlkernel.errors import ContractError
+from rlkernel.kernels.triton import launch_rows
 from rlkernel.kernels.triton.launch import MultiplyAccumulate, Tile, gemm, product_output
-from rlkernel.kernels.triton.tiles import Choice, HopperTile, Layout, TileTable, default_choice, device_table
+from rlkernel.kernels.triton.tiles import (
+    Choice,
+    HopperTile,
+    Layout,
+    TileTable,
+    default_choice,
+    device_table,
+    few_rows_tile,
+)
 from rlkernel.kernels.vendor.admission import Admission, AdmissionTable, VendorShape
 from rlkernel.kernels.vendor.cublas import admit_vendor, differing, this_library, use_cublaslt, vendor_gemm
 
 PADDED_ROWS = 32
 CHECKED_ROWS = 64
+FEW_ROWS = 64
+"""Up to so many rows a product is one tile high."""
 STEPS = {"matrix": 16, "fma": 1}
 """Tokens of a weight gradient come in multiples of this (8 on gfx942): the caller pads samples with rows of zeros."""
 
@@ -97,6 +109,15 @@ class Products:
         choice = self._tiles.choose(layout, leaves, m, n, k)
         return Route("hopper" if self._hopper and choice.hopper is not None else "plain", why, m, choice)
 
+    def _few(self, m: int) -> bool:
+        """Whether a projection of m rows is one tile high, for the kernel of sm_90."""
+        return self._hopper and m <= FEW_ROWS
+
+    def _early_choice(self, m: int, n: int, k: int) -> Choice:
+        """The measured choice where it is a tile of the kernel of sm_90, or one by rule."""
+        choice = self._tiles.choose("forward", 1, m, n, k)
+        return choice if choice.hopper is not None else replace(choice, hopper=few_rows_tile(n), plain=None)
+
     def admit(self, layout: Layout, m: int, n: int, k: int, out: str) -> Admission:
         """Compare the library with the own kernel in one shape, and keep the record. It waits for the host.
 
@@ -125,10 +146,29 @@ class Products:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        overlaps: bool = False,
     ) -> torch.Tensor:
-        """``cast(tree over leaves of chain(x, w) [+ bias])``: x [M, K], w [N, K] -> [M, N]."""
+        """``cast(tree over leaves of chain(x, w) [+ bias])``: x [M, K], w [N, K] -> [M, N].
+
+        Args:
+            overlaps: the kernel may start, and read w, while the one before it runs, which must not write w.
+        """
         dtype = out_dtype or (out.dtype if out is not None else x.dtype)
-        return self._product("forward", x, w, leaves, bias, dtype, out)
+        return self._product("forward", x, w, leaves, bias, dtype, out, overlaps)
+
+    def swiglu(self, x: torch.Tensor, w: torch.Tensor, *, slices: int = 1, overlaps: bool = False) -> torch.Tensor:
+        """``swiglu(cast(chain(x, w)))``: x [M, K], w [2 * I, K], ``slices`` times [gate, up], -> [M, I].
+
+        In one kernel where few rows go to the own one of sm_90, else in two: the same bits.
+        """
+        m, (n, k) = len(x), w.shape
+        if self._few(m) and x.numel() and (overlaps or self.describe("forward", m, n, k).kernel != "vendor"):
+            from rlkernel.kernels.triton.launch_hopper import gemm_hopper, unfit  # Gluon: on sm_90 alone
+
+            tile = few_rows_tile(n, gated=True)
+            if not n // (2 * slices) % (tile.block_n // 2) and not unfit(x, w, n // 2, x.element_size(), 1, k, tile):
+                return gemm_hopper(x, w, tile=tile, swiglu_leaves=slices, overlaps=overlaps)
+        return launch_rows.swiglu(self.forward(x, w, overlaps=overlaps), leaves=slices)
 
     def dgrad(
         self, dy: torch.Tensor, w: torch.Tensor, *, leaves: int = 1, out: torch.Tensor | None = None
@@ -179,12 +219,15 @@ class Products:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out: torch.Tensor | None,
+        overlaps: bool = False,
     ) -> torch.Tensor:
         n, k = (b.shape[1], b.shape[0]) if layout == "dgrad" else b.shape
         name = str(dtype).removeprefix("torch.")
         route = self.describe(layout, len(a), n, k, leaves=leaves, out=name, plain=bias is None)
+        if overlaps and leaves == 1 and self._few(len(a)):
+            route = Route("hopper", "the only kernel that starts early", len(a), self._early_choice(len(a), n, k))
         if route.kernel != "vendor" or not a.numel():
-            return self._own(route, layout, a, b, leaves, bias, dtype, out, None)
+            return self._own(route, layout, a, b, leaves, bias, dtype, out, None, overlaps)
         shape = VendorShape(layout, route.rows, n, k, name)
         result = product_output(a, (len(a), n), out, dtype)
         if route.rows == len(a):
@@ -206,6 +249,7 @@ class Products:
         dtype: torch.dtype,
         out: torch.Tensor | None,
         grad: torch.Tensor | None,
+        overlaps: bool = False,
     ) -> torch.Tensor:
         first = {"a_depth_first": layout == "wgrad", "b_depth_first": layout != "forward"}
         choice = route.choice or default_choice(layout, leaves, len(a), 1, 1)
@@ -219,8 +263,9 @@ class Products:
                 tile = fitting(a, b, columns, dtype.itemsize, leaves, depth, choice.hopper or HopperTile())
                 if tile is not None:
                     return gemm_hopper(
-                        a, b, leaves=leaves, bias=bias, grad=grad, out_dtype=dtype, tile=tile, out=out, **first
-                    )
+                        a, b, leaves=leaves, bias=bias, grad=grad, out_dtype=dtype, tile=tile, out=out,
+                        overlaps=overlaps, **first,
+                    )  # fmt: skip
         plain = choice.plain or Tile()
         if torch.version.hip and self._mac == "matrix" and depth // leaves % plain.block_k:
             plain = replace(plain, block_k=min(plain.block_k, (depth // leaves) & -(depth // leaves)))

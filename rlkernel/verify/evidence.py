@@ -17,10 +17,10 @@ class Evidence:
     facts: dict[str, Any] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
-    def ran(self, region: str, case: str, implementation: str, tokens: int = 0) -> None:
-        """Count one execution of a region kind in a case by an implementation."""
-        self.calls[(region, case, implementation)] += 1
-        self.tokens[(region, case)] += tokens
+    def ran(self, region: str, case: str, implementation: str, tokens: int = 0, times: int = 1) -> None:
+        """Count ``times`` executions of a region kind in a case by an implementation, each over ``tokens``."""
+        self.calls[(region, case, implementation)] += times
+        self.tokens[(region, case)] += times * tokens
 
     def cases(self) -> set[str]:
         """Cases in which anything ran."""

@@ -34,12 +34,13 @@ def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
 
 
 def _product(tile: HopperTile, **keys: Any) -> str:
+    part = tile.block_n // 2 if keys.get("SWIGLU") else tile.block_n
     a_first, b_first = keys.get("A_DEPTH_FIRST", False), keys.get("B_DEPTH_FIRST", False)
     out = "fp32" if keys.get("CONTINUES") else "bf16"
     blocks = {
         "a": ((tile.block_k, tile.block_m) if a_first else (tile.block_m, tile.block_k), "bf16"),
-        "b": ((tile.block_k, tile.block_n) if b_first else (tile.block_n, tile.block_k), "bf16"),
-        "c": ((tile.block_m, tile.block_n // tile.parts), out),
+        "b": ((tile.block_k, tile.block_n) if b_first else (part, tile.block_k), "bf16"),
+        "c": ((tile.block_m, part // tile.parts), out),
     }
     types = {
         name: f"tensordesc<{kind}[{shape[0]}, {shape[1]}],"
@@ -47,11 +48,12 @@ def _product(tile: HopperTile, **keys: Any) -> str:
         for name, (shape, kind) in blocks.items()
     }
     types |= {"bias": "*bf16", "grad": "*fp32", "workspace": "*fp32"}
-    types |= dict.fromkeys(("M", "N", "K", "programs"), "i32")
+    types |= dict.fromkeys(("M", "N", "K", "programs", "slice_width"), "i32")
     constants = {
         "LEAVES": 1, "HAS_BIAS": False, "CONTINUES": False, "A_DEPTH_FIRST": False, "B_DEPTH_FIRST": False,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "A_ROWS": tile.block_m,
-        "GROUP_M": tile.group_m, "STAGES": tile.stages, "PARTS": tile.parts, "num_warps": tile.num_warps,
+        "GROUP_M": tile.group_m, "STAGES": tile.stages, "PARTS": tile.parts, "SWIGLU": False,
+        "OVERLAPS": False, "FOUR_SHARED": False, "num_warps": tile.num_warps,
     } | keys  # fmt: skip
     return _compile(gemm_hopper, types, constants, tile.num_warps)
 

@@ -12,8 +12,10 @@ if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_c
 
 from rlkernel.kernels import products as products_module
 from rlkernel.kernels.products import Products
-from rlkernel.kernels.triton import launch
+from rlkernel.kernels.triton import launch, launch_attention, launch_heads, launch_rows
 from rlkernel.kernels.triton.launch import Tile
+from rlkernel.kernels.triton.launch_hopper import gemm_hopper
+from rlkernel.kernels.triton.tiles import SHARED_BYTES, HopperTile
 from rlkernel.kernels.vendor.admission import AdmissionTable
 from rlkernel.kernels.vendor.cublas import use_cublaslt, vendor_gemm
 
@@ -115,3 +117,70 @@ def test_a_captured_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     out.zero_()
     graph.replay()
     assert _same(out, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 33, 64, 65])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_swiglu_of_a_projection_has_the_bits_of_two_kernels(rows: int, slices: int) -> None:
+    own = Products("matrix", DEVICE)
+    x, w = _random(rows, 512), _random(1024, 512, seed=1)
+    x[0, :16] = -0.0
+    expected = launch_rows.swiglu(launch.gemm(x, w, mac="matrix", tile=PLAIN), leaves=slices)
+    for overlaps in (False, True):
+        assert _same(own.swiglu(x, w, slices=slices, overlaps=overlaps), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 64, 200])
+def test_a_product_that_starts_early_waits_for_its_rows(rows: int) -> None:
+    own = Products("matrix", DEVICE)
+    w, second, norm = _random(2048, 2048), _random(2048, 2048, seed=1), _random(2048, seed=2)
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros((rows, 2048), device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(overlaps: bool) -> torch.Tensor:
+        y, branch = x, x
+        for _ in range(6):
+            _, y, _ = launch_rows.add_rms_norm(y, branch, norm, 1e-6, overlaps=overlaps)
+            branch = own.forward(own.forward(y, w, overlaps=overlaps), second, overlaps=overlaps)
+        return branch
+
+    chain(True)
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for seed in range(20):
+        x.copy_(_random(rows, 2048, seed=seed))
+        graph.replay()
+        assert _same(found, chain(False)), seed
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("rows", "q_heads", "kv_heads", "depth"), [(1, 16, 8, 128), (37, 6, 2, 64), (5, 8, 8, 128)])
+def test_heads_of_a_decode_step_are_those_of_four_kernels(
+    qk_norm: bool, rows: int, q_heads: int, kv_heads: int, depth: int
+) -> None:
+    fused = _random(rows, (q_heads + 2 * kv_heads) * depth)
+    places = launch_heads.fused_places(q_heads, kv_heads, depth)
+    angle = torch.rand((64, depth // 2), device=DEVICE) * 6
+    positions = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    rotation = launch_heads.Rotation(positions, torch.cos(angle), torch.sin(angle))
+    slots = torch.randperm(48, device=DEVICE)[:rows]
+    slots[0] = -1
+    w = (_random(depth, seed=1), _random(depth, seed=2)) if qk_norm else None
+    expected = [torch.zeros((3, 16, kv_heads, depth), device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    rotated = [launch_heads.rope(fused, places[i], rotation, w=w[i] if w else None, eps=1e-6)[0] for i in range(2)]
+    v = torch.empty_like(rotated[1])
+    launch_heads.copy_heads(v, fused, places[2], gathers=True)
+    launch_attention.append_kv(rotated[1], v, *expected, slots)
+    for overlaps in (False, True):
+        caches = [torch.zeros_like(cache) for cache in expected]
+        q = launch_heads.decode_heads(
+            fused, rotation, slots, *caches, q_heads, w=w, eps=1e-6, overlaps=overlaps
+        )  # fmt: skip
+        assert _same(q, rotated[0])
+        assert all(_same(cache, other) for cache, other in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("tile", [HopperTile(64, 32, 128, 8, 8, 1, 4), HopperTile(128, 128, 64, 8, 4)])
+def test_eight_leaves_wait_in_shared_memory_or_in_global(tile: HopperTile) -> None:
+    assert (tile.shared_bytes(8, 2, four_shared=True) <= SHARED_BYTES) == (tile.block_n == 32)
+    x, w = _random(100, 1024), _random(256, 1024, seed=1)
+    assert _same(gemm_hopper(x, w, leaves=8, tile=tile), launch.gemm(x, w, mac="matrix", leaves=8, tile=PLAIN))

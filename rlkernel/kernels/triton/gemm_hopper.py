@@ -7,6 +7,10 @@ first four of eight in global memory: more registers than that, and the compiler
 
 Operands come as descriptors: a of [M, K], or [K, M] with A_DEPTH_FIRST; b of [N, K], or [K, N] with B_DEPTH_FIRST.
 Elements beyond a matrix load as +0, which a step of the matrix unit ignores; leaves must be whole tiles of K.
+
+With SWIGLU a tile's columns are as many of the gate and then of up, and what is stored is their SwiGLU, each of the two
+rounded first as the product would be. With OVERLAPS the programs start while the kernel before still runs, and load
+tiles of b, which it must not write; they wait for it before they touch anything else.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from rlkernel.kernels.triton.gluon_parts import launch_dependents, swiglu, wait_for_prior
 
 # renamed after Triton 3.6
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -39,28 +45,58 @@ def _place(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl
 
 
 @gluon.jit
-def _loader(
-    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr,
-    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
+def _load_b(
+    b, column, k, ready, tile, pred, slice_width, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    B_DEPTH_FIRST: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
+    if B_DEPTH_FIRST:
+        _load(b, [k * BLOCK_K, column], ready, tile, pred=pred)
+    elif SWIGLU:
+        # as many columns of the gate as of up, which lie a slice apart
+        HALF: gl.constexpr = BLOCK_N // 2
+        half = column // 2
+        gate = half // slice_width * (2 * slice_width) + half % slice_width
+        _load(b, [gate, k * BLOCK_K], ready, tile.slice(0, HALF, 0), pred=pred)
+        _load(b, [gate + slice_width, k * BLOCK_K], ready, tile.slice(HALF, HALF, 0), pred=pred)
+    else:
+        _load(b, [column, k * BLOCK_K], ready, tile, pred=pred)
+
+
+@gluon.jit
+def _loader(
+    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
+    LOADED: gl.constexpr = (A_ROWS + BLOCK_N) * BLOCK_K * 2
     step = 0
+    ahead = 0
+    if OVERLAPS:
+        ahead = min(tiles_k, STAGES)
+        _, column = _place(gl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        for k in range(ahead):
+            mbarrier.expect(full.index(k), LOADED)
+            _load_b(
+                b, column, k, full.index(k), b_tiles.index(k), True, slice_width,
+                BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
+            )  # fmt: skip
+        wait_for_prior()
     for tile in range(gl.program_id(0), count, programs):
         row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         for k in range(tiles_k):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, (A_ROWS + BLOCK_N) * BLOCK_K * 2)
+            mbarrier.expect(ready, LOADED, pred=step >= ahead)
             if A_DEPTH_FIRST:
                 _load(a, [k * BLOCK_K, row], ready, a_tiles.index(slot))
             else:
                 # rows that no row of c comes of stay what they were: they enter nothing that is stored
                 _load(a, [row, k * BLOCK_K], ready, a_tiles.index(slot).slice(0, A_ROWS, 0))
-            if B_DEPTH_FIRST:
-                _load(b, [k * BLOCK_K, column], ready, b_tiles.index(slot))
-            else:
-                _load(b, [column, k * BLOCK_K], ready, b_tiles.index(slot))
+            _load_b(
+                b, column, k, ready, b_tiles.index(slot), step >= ahead, slice_width,
+                BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
+            )  # fmt: skip
             step += 1
 
 
@@ -112,8 +148,11 @@ def _multiplier(
     c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count, programs,
     STAGES: gl.constexpr, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
     CONTINUES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
-    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, unit: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr,
+    FOUR_SHARED: gl.constexpr, unit: gl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        wait_for_prior()
     step = 0
     total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
     ahead = total
@@ -139,20 +178,32 @@ def _multiplier(
                     total = one + total
             if LEAVES > 2:
                 if leaf % 4 == 1:
-                    waiting.store(total)
+                    waiting.index(0).store(total)
                 elif leaf % 4 == 3:
-                    total = waiting.load(unit) + total
+                    total = waiting.index(0).load(unit) + total
             if LEAVES > 4:
-                _, _, own = _elements(gl.program_id(0) * BLOCK_M, 0, BLOCK_N, BLOCK_M, BLOCK_N, unit)
-                if leaf == 3:
-                    gl.store(workspace + own, total)
-                elif leaf == 7:
-                    # every element is read by the thread that wrote it
-                    total = gl.load(workspace + own) + total
+                if FOUR_SHARED:
+                    if leaf == 3:
+                        waiting.index(1).store(total)
+                    elif leaf == 7:
+                        total = waiting.index(1).load(unit) + total
+                else:
+                    _, _, own = _elements(gl.program_id(0) * BLOCK_M, 0, BLOCK_N, BLOCK_M, BLOCK_N, unit)
+                    if leaf == 3:
+                        gl.store(workspace + own, total)
+                    elif leaf == 7:
+                        # every element is read by the thread that wrote it
+                        total = gl.load(workspace + own) + total
         if HAS_BIAS:
             columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
             total = total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        if PARTS == 1:
+        if SWIGLU:
+            gate, up = gl.split(gl.permute(gl.reshape(total.to(c.dtype), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            tma.store_wait(0)
+            c_tile.store(swiglu(gate.to(gl.float32), up.to(gl.float32)).to(c.dtype))
+            fence_async_shared()
+            _store(c, [row, column // 2], c_tile)
+        elif PARTS == 1:
             tma.store_wait(0)
             c_tile.store(total.to(c.dtype))
             fence_async_shared()
@@ -172,24 +223,30 @@ def _multiplier(
 
 @gluon.jit
 def gemm_hopper(
-    a, b, c, bias, grad, workspace, M, N, K, programs,
+    a, b, c, bias, grad, workspace, M, N, K, programs, slice_width,
     LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, CONTINUES: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    num_warps: gl.constexpr,
+    SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr, FOUR_SHARED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad.
+    """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad, or the SwiGLU of such a c.
 
     Args:
         a, b: descriptors (see the module); ``c``: descriptor of [M, N] in tiles of [BLOCK_M, BLOCK_N / PARTS], its
             dtype is that of the cast; ``bias``: [N], read with HAS_BIAS.
         grad: float32 [M, N], read with CONTINUES as the start of the chain (one leaf); c may be the same matrix.
-        workspace: float32 [programs, BLOCK_M, BLOCK_N], used with eight leaves.
+        workspace: float32 [programs, BLOCK_M, BLOCK_N], used with eight leaves without FOUR_SHARED.
+        SWIGLU: rows of b are blocks of [slice_width of the gate, slice_width of up], the former a multiple of
+            BLOCK_N / 2; c: [M, N / 2] in tiles of BLOCK_N / 2 columns, boxes of b have BLOCK_N / 2 rows. One leaf.
+        FOUR_SHARED: the first four of eight leaves wait in shared memory.
         A_ROWS: rows of a tile of a that are loaded: BLOCK_M, or fewer where M is not larger (a of [M, K]).
         STAGES: tiles of K in shared memory; GROUP_M: tiles of M that neighbouring programs share a tile of N with.
     """
     gl.static_assert(LEAVES == 1 or LEAVES == 2 or LEAVES == 4 or LEAVES == 8, "LEAVES is 1, 2, 4 or 8")
     gl.static_assert(LEAVES == 1 or not CONTINUES, "only one chain is continued")
+    gl.static_assert(not SWIGLU or not (CONTINUES or HAS_BIAS or A_DEPTH_FIRST or B_DEPTH_FIRST), "a forward, no bias")
+    if OVERLAPS:
+        launch_dependents()
     unit: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -203,7 +260,7 @@ def gemm_hopper(
     waiting = c_tile
     if LEAVES > 2:
         plain: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
-        waiting = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], plain)
+        waiting = gl.allocate_shared_memory(gl.float32, [2 if FOUR_SHARED else 1, BLOCK_M, BLOCK_N], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -219,14 +276,14 @@ def gemm_hopper(
                 (
                     c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count,
                     programs, STAGES, LEAVES, HAS_BIAS, CONTINUES, PARTS, BLOCK_M, BLOCK_N, GROUP_M,
-                    A_DEPTH_FIRST, B_DEPTH_FIRST, unit,
+                    A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS, FOUR_SHARED, unit,
                 ),
             ),
             (
                 _loader,
                 (
-                    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, STAGES,
-                    BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST,
+                    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
+                    BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
                 ),
             ),
         ],

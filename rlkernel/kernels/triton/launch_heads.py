@@ -115,6 +115,58 @@ def rope(
     return out, inv_rms
 
 
+def decode_heads(
+    fused: torch.Tensor,
+    rotation: Rotation,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q_heads: int,
+    *,
+    w: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    overlaps: bool = False,
+) -> torch.Tensor:
+    """Queries of a decode step, normed with ``w`` and rotated; keys likewise, and values, into their pages.
+
+    The bits of :func:`rope`, ``copy_heads`` and ``append_kv`` one after the other.
+
+    Args:
+        fused: [T, groups * slots * depth] by KV group: [its q heads, k head, v head].
+        rotation: a negative position counts as 0.
+        slots: int64 [T]; a negative one is not written.
+        k_cache, v_cache: [pages, page, KVH, depth].
+        w: weights of the norms of q and k, [depth] each.
+        overlaps: on sm_90: start while the kernel before runs, and wait for it before ``fused`` is read.
+
+    Returns:
+        [T, q_heads, depth].
+
+    Raises:
+        ContractError: shapes, dtypes or layouts that do not fit; a norm over a depth that is no power of two.
+    """
+    kv_heads, depth = k_cache.shape[2:]
+    places = fused_places(q_heads, kv_heads, depth)
+    tokens = _check(fused, places[0], rotation, "the input of decode_heads")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _require(f"{name} of decode_heads", cache, tuple(k_cache.shape), (fused.dtype,))
+    _require("slots of decode_heads", slots, (tokens,), (torch.int64,))
+    for weight in w or ():
+        _require_norm(weight, places[0], fused.dtype)
+    q = torch.empty((tokens, q_heads, depth), dtype=fused.dtype, device=fused.device)
+    if tokens:
+        wq, wk = w or (fused, fused)
+        half, per = depth // 2, places[0].per
+        pdl = {"launch_pdl": True} if overlaps else {}
+        kernels.decode_heads[(tokens, kv_heads)](
+            fused, wq, wk, rotation.positions, slots, rotation.cos, rotation.sin, q, k_cache, v_cache, eps, kv_heads,
+            PER=per, SLOTS=triton.next_power_of_2(per + 2), HALF=half, WIDTH=triton.next_power_of_2(half),
+            NORMS=w is not None, OVERLAPS=overlaps, num_warps=max(1, triton.next_power_of_2(per + 2) * depth // 512),
+            **pdl, **_options(),
+        )  # fmt: skip
+    return q
+
+
 @dataclass(frozen=True)
 class HeadNorm:
     """What the backward of a norm before the rotation needs: of the forward, and the running gradient of the weight.

@@ -65,8 +65,15 @@ def gemm_hopper(
     out_dtype: torch.dtype | None = None,
     tile: HopperTile | None = None,
     out: torch.Tensor | None = None,
+    swiglu_leaves: int = 0,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """:func:`rlkernel.kernels.triton.launch.gemm` for bfloat16 on sm_90, with ``mac='matrix'``.
+
+    Args:
+        swiglu_leaves: not 0: rows of b are so many times [gate slice, up slice], and the result [M, N / 2] is the
+            SwiGLU of the two, each rounded to the dtype of a before.
+        overlaps: start while the kernel before runs, and read b before it has ended: it must not write b.
 
     Raises:
         ContractError: operands that the kernel does not take (:func:`unfit` says why).
@@ -76,8 +83,12 @@ def gemm_hopper(
     require_product(a, b, "matrix", bias, n)
     if grad is not None and (leaves > 1 or bias is not None or out is not None):
         raise ContractError("a gradient is one continued chain: leaves, bias and out do not go with it")
-    c = product_output(a, (m, n), grad if grad is not None else out, torch.float32 if grad is not None else out_dtype)
-    problem = unfit(a, b, n, c.element_size(), leaves, k, tile)
+    dtype, columns, slice_width = torch.float32 if grad is not None else out_dtype, n, 0
+    if swiglu_leaves:
+        columns, slice_width = n // 2, n // (2 * swiglu_leaves)
+        _require_swiglu(a, n, swiglu_leaves, tile, a_depth_first or b_depth_first or leaves > 1, bias, grad, out_dtype)
+    c = product_output(a, (m, columns), grad if grad is not None else out, dtype)
+    problem = unfit(a, b, columns, c.element_size(), leaves, k, tile)
     if not problem and c.data_ptr() % _ALIGNMENT:
         problem = f"the result is not aligned to {_ALIGNMENT} bytes"
     if problem or leaves not in LEAVES or not k or not c.numel():
@@ -91,16 +102,32 @@ def gemm_hopper(
     # boxes that lie beyond the matrix for the most part load slowly: few rows are loaded by a smaller box
     rows = tile.block_m if a_depth_first else min(tile.block_m, max(16, triton.next_power_of_2(m)))
     workspace = c
-    if leaves == 8:
+    four_shared = leaves == 8 and tile.shared_bytes(8, c.element_size(), four_shared=True) <= SHARED_BYTES
+    if leaves == 8 and not four_shared:
         workspace = torch.empty((programs, tile.block_m, tile.block_n), dtype=torch.float32, device=a.device)
+    part = tile.block_n // 2 if swiglu_leaves else tile.block_n
     kernel[(programs,)](
         _descriptor(a, (tile.block_k, tile.block_m) if a_depth_first else (rows, tile.block_k)),
-        _descriptor(b, (tile.block_k, tile.block_n) if b_depth_first else (tile.block_n, tile.block_k)),
-        _descriptor(c, (tile.block_m, tile.block_n // tile.parts)),
-        c if bias is None else bias, c, workspace, m, n, k, programs,
+        _descriptor(b, (tile.block_k, tile.block_n) if b_depth_first else (part, tile.block_k)),
+        _descriptor(c, (tile.block_m, part // tile.parts)),
+        c if bias is None else bias, c, workspace, m, n, k, programs, slice_width,
         LEAVES=leaves, HAS_BIAS=bias is not None, CONTINUES=grad is not None,
         A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, A_ROWS=rows, GROUP_M=tile.group_m,
-        STAGES=tile.stages, PARTS=tile.parts, num_warps=tile.num_warps, **compiler_options("cuda"),
+        STAGES=tile.stages, PARTS=tile.parts, SWIGLU=swiglu_leaves > 0, OVERLAPS=overlaps, FOUR_SHARED=four_shared,
+        num_warps=tile.num_warps, launch_pdl=overlaps, **compiler_options("cuda"),
     )  # fmt: skip
     return c
+
+
+def _require_swiglu(
+    a: torch.Tensor, n: int, leaves: int, tile: HopperTile, other_layout: bool,
+    bias: torch.Tensor | None, grad: torch.Tensor | None, out_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Raise ContractError unless a product of n columns can be stored as a SwiGLU."""
+    if other_layout or bias is not None or grad is not None or out_dtype not in (None, a.dtype) or tile.parts > 1:
+        raise ContractError("a SwiGLU is stored of a forward of one chain, without a bias, in the dtype of a")
+    if n % (2 * leaves) or n // (2 * leaves) % (tile.block_n // 2):
+        raise ContractError(
+            f"{n} columns in {leaves} leaves of gate and up: each is a multiple of {tile.block_n // 2} columns"
+        )

@@ -77,8 +77,10 @@ class MergeTile:
 
     @classmethod
     def of(cls, rows: int) -> MergeTile:
-        """For so many rows: where there are few, more leaves at a time."""
-        return cls() if rows > 8 else cls(rows=4, block=256)
+        """For so many rows: where there are few, more leaves at a time, and a row's chain has a program of its own."""
+        if rows > 512:
+            return cls()
+        return cls(rows=1, block=1024, unroll=64) if rows <= 132 else cls(rows=2, block=512, unroll=64)
 
 
 FMA_TILE = Tile(64, 64, 32, 8, 4, 2)

@@ -20,17 +20,23 @@ from rlkernel.kernels.triton import residual as residual_kernels
 from rlkernel.kernels.triton.launch import _options, lanes
 
 DTYPES = (torch.float32, torch.bfloat16)
+HELD = 4096
+"""Longest row that a norm holds in registers."""
 
 
 @dataclass(frozen=True)
 class RowTuning:
-    """Rows a program and warps. ``block`` and ``stages`` are those of chains over rows: rows read ahead."""
+    """Rows a program and warps. ``block`` and ``stages`` are those of chains over rows: rows read ahead.
+
+    ``holds``: rows are held in registers, for few rows; not where they are longer than ``HELD``.
+    """
 
     rows: int = 1
     num_warps: int = 4
     columns: int = 32
     block: int = 32
     stages: int = 1
+    holds: bool = False
 
 
 def _require(name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -49,12 +55,19 @@ def _like(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int
 
 
 def add_rms_norm(
-    x: torch.Tensor, branch: torch.Tensor, w: torch.Tensor, eps: float, *, tuning: RowTuning | None = None
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    w: torch.Tensor,
+    eps: float,
+    *,
+    tuning: RowTuning | None = None,
+    overlaps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``stream = cast(x + branch)`` and the RMSNorm of the stream, in one pass.
 
     Args:
         x, branch: [R, N]; ``w``: [N]; ``eps``: rounded once to float32.
+        overlaps: on sm_90: start while the kernel before runs, and wait for it.
 
     Returns:
         stream [R, N], y [R, N], and the inverse root mean square of each row of the stream, float32 [R].
@@ -70,9 +83,11 @@ def add_rms_norm(
     inv_rms = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if len(x):
         n = x.shape[1]
+        holds = (t.holds or overlaps) and n <= HELD
         norm_kernels.rms_norm[(triton.cdiv(len(x), t.rows),)](
             x, branch, w, stream, y, inv_rms, len(x), eps,
-            N=n, ROWS=t.rows, LANES=lanes(n), ADDS=True, num_warps=t.num_warps, **_options(),
+            N=n, ROWS=t.rows, LANES=lanes(n), ADDS=True, HOLDS=holds, OVERLAPS=overlaps and holds,
+            num_warps=t.num_warps, **({"launch_pdl": True} if overlaps and holds else {}), **_options(),
         )  # fmt: skip
     return stream, y, inv_rms
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlkernel.kernels.triton.norm import inverse_root
 from rlkernel.kernels.triton.primitives import negative
@@ -76,6 +77,67 @@ def head_rope(
     target = out + row[:, None] * (2 * HALF) + half[None, :]
     tl.store(target, o1.to(out.dtype.element_ty), mask=inside)
     tl.store(target + HALF, o2.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_heads(
+    heads, wq, wk, positions, slots, cos, sin, q, k_cache, v_cache, eps, GROUPS,
+    PER: tl.constexpr, SLOTS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr,
+    OVERLAPS: tl.constexpr = False,
+):  # fmt: skip
+    """Heads of a decode step in one pass: q as :func:`head_rope` rotates it, k likewise and v into their pages.
+
+    Args:
+        heads: [T, GROUPS, PER + 2, 2 * HALF] (see the module); ``wq``, ``wk``: [2 * HALF], read with NORMS.
+        positions: int32 [T], a negative one counts as 0; ``slots``: int64 [T], rows of the caches, not written if < 0.
+        q: [T, GROUPS * PER, 2 * HALF]; ``k_cache``, ``v_cache``: rows of [GROUPS, 2 * HALF].
+        SLOTS: smallest power of two >= PER + 2; WIDTH: of HALF. The grid is (T, GROUPS).
+        OVERLAPS: on sm_90: programs start while the kernel before runs, and wait for it here.
+    """
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if OVERLAPS:
+        gdc_launch_dependents()
+    half = tl.arange(0, WIDTH)
+    whole = half < HALF
+    position = tl.maximum(tl.load(positions + token), 0).to(tl.int64)
+    slot = tl.load(slots + token)
+    c = tl.load(cos + position * HALF + half, mask=whole, other=0.0)[None, :]
+    s = tl.load(sin + position * HALF + half, mask=whole, other=0.0)[None, :]
+    member = tl.arange(0, SLOTS)
+    inside = (member < PER + 2)[:, None] & whole[None, :]
+    place = ((token * GROUPS + group) * (PER + 2) + member)[:, None] * (2 * HALF) + half[None, :]
+    of_q = (member < PER)[:, None]
+    if NORMS:
+        w1 = tl.where(of_q, tl.load(wq + half)[None, :], tl.load(wk + half)[None, :]).to(tl.float32)
+        w2 = tl.where(of_q, tl.load(wq + HALF + half)[None, :], tl.load(wk + HALF + half)[None, :]).to(tl.float32)
+    if OVERLAPS:
+        gdc_wait()
+    raw1 = tl.load(heads + place, mask=inside, other=0.0)
+    raw2 = tl.load(heads + place + HALF, mask=inside, other=0.0)
+    x1, x2 = raw1, raw2
+    if NORMS:
+        tl.static_assert(WIDTH == HALF, "the lanes of a head are its elements: HALF is a power of two")
+        a, b = x1.to(tl.float32), x2.to(tl.float32)
+        zero = tl.zeros((SLOTS, WIDTH), tl.float32)
+        total = tree(tl.fma(a, a, zero), SLOTS, WIDTH) + tree(tl.fma(b, b, zero), SLOTS, WIDTH)
+        r = inverse_root(total, eps, 2 * HALF, SLOTS)
+        scaled1 = a * r[:, None]
+        scaled2 = b * r[:, None]
+        x1 = (scaled1 * w1).to(heads.dtype.element_ty)
+        x2 = (scaled2 * w2).to(heads.dtype.element_ty)
+    o1, o2 = rotate(x1.to(tl.float32), x2.to(tl.float32), c, s)
+    o1, o2 = o1.to(q.dtype.element_ty), o2.to(q.dtype.element_ty)
+    target = q + ((token * GROUPS + group) * PER + member)[:, None] * (2 * HALF) + half[None, :]
+    own = inside & of_q
+    tl.store(target, o1, mask=own)
+    tl.store(target + HALF, o2, mask=own)
+    there = (slot * GROUPS + group) * (2 * HALF) + tl.zeros((SLOTS, 1), tl.int64) + half[None, :]
+    own = inside & (member == PER)[:, None] & (slot >= 0)
+    tl.store(k_cache + there, o1, mask=own)
+    tl.store(k_cache + there + HALF, o2, mask=own)
+    own = inside & (member == PER + 1)[:, None] & (slot >= 0)
+    tl.store(v_cache + there, raw1, mask=own)
+    tl.store(v_cache + there + HALF, raw2, mask=own)
 
 
 @triton.jit

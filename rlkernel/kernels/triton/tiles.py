@@ -36,10 +36,13 @@ class HopperTile:
     parts: int = 1
     num_warps: int = 8
 
-    def shared_bytes(self, leaves: int, out_size: int) -> int:
-        """Shared memory of a program, for outputs of ``out_size`` bytes an element."""
+    def shared_bytes(self, leaves: int, out_size: int, *, four_shared: bool = False) -> int:
+        """Shared memory of a program, for outputs of ``out_size`` bytes an element.
+
+        ``four_shared``: the first four of eight leaves wait there too.
+        """
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * 2
-        waits = 4 * self.block_m * self.block_n if leaves > 2 else 0
+        waits = 4 * self.block_m * self.block_n * (2 if four_shared else 1) if leaves > 2 else 0
         return loads + self.block_m * self.block_n // self.parts * out_size + waits + 256
 
 
@@ -134,6 +137,18 @@ def default_choice(layout: Layout, leaves: int, m: int, n: int, k: int) -> Choic
     return Choice(
         layout, leaves, max(m, 1), max(n, 1), max(k, 1), leaves > 1 and plain is not None, tile, plain, math.nan
     )
+
+
+def few_rows_tile(n: int, gated: bool = False) -> HopperTile:
+    """A tile for at most 64 rows and n columns, for kernels that start early: small, so that all programs have one.
+
+    ``gated``: the columns are gate and up, stored as their SwiGLU.
+    """
+    if n <= 16 * _MULTIPROCESSORS and not gated:
+        return HopperTile(64, 16, 128, 8, 10, 1, 4)
+    if n <= 128 * _MULTIPROCESSORS:
+        return HopperTile(64, 32, 128, 8, 8, 1, 4)
+    return HopperTile(64, 128, 128, 8, 4, 1, 4)
 
 
 def _large_tiles(leaves: int) -> list[tuple[HopperTile, float]]:

@@ -17,7 +17,8 @@ from rlkernel.ops.device.host import DeviceHost
 
 Tensor = torch.Tensor
 _FEW = 1024  # rows below which a row's latency counts, and not how many run at a time
-_FEW_ROWS = launch_rows.RowTuning(num_warps=4)
+_OVERLAPPING = 256  # rows up to which kernels are so short that the next one is started early
+_FEW_ROWS = launch_rows.RowTuning(num_warps=4, holds=True)
 
 
 class FusedBody:
@@ -49,19 +50,21 @@ class FusedBody:
         eps, weights = host.config.rms_norm_eps, host.weights
         tuning = _FEW_ROWS if len(host.batch.tokens) <= _FEW else None
         rotation = launch_heads.Rotation(host.batch.positions if rotated is None else rotated, host.cos, host.sin)
+        overlaps = self._overlaps(host)
         stream = launch_rows.embedding(weights.vector(self._embedding.weights[0]), host.batch.tokens)
         y, _ = launch.rms_norm(stream, weights.vector(self._layers[0]["attention_norm"].weights[0]), eps)
         for index, layer in enumerate(self._layers):
-            attended = self._attention(layer, y, rotation, host)
-            branch = self._linear(layer["o_proj"], attended.view(len(attended), -1), host)
+            attended = self._attention(layer, y, rotation, host, overlaps)
+            branch = self._linear(layer["o_proj"], attended.view(len(attended), -1), host, overlaps)
             norm = weights.vector(layer["mlp_norm"].weights[0])
-            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning)
-            fused = self._linear(layer["gate_up_proj"], y, host)
-            branch = self._linear(layer["down_proj"], launch_rows.swiglu(fused, leaves=host.tp), host)
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning, overlaps=overlaps)
+            branch = self._linear(
+                layer["down_proj"], self._gated(layer["gate_up_proj"], y, host, overlaps), host, overlaps
+            )
             last = index + 1 == len(self._layers)
             following = self._final if last else self._layers[index + 1]["attention_norm"]
             norm = weights.vector(following.weights[0])
-            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning)
+            stream, y, _ = launch_rows.add_rms_norm(stream, branch, norm, eps, tuning=tuning, overlaps=overlaps)
         return y
 
     def admit(self, host: DeviceHost, rows: int) -> None:
@@ -71,18 +74,35 @@ class FusedBody:
             if host.weights.bias(region) is None:
                 linear.admit(host.points(kind), rows, host.weights.matrix(region), host.dtype)
 
-    def _linear(self, region: Region, x: Tensor, host: DeviceHost) -> Tensor:
+    @staticmethod
+    def _overlaps(host: DeviceHost) -> bool:
+        """Whether a kernel may start while the one before runs: with few rows, on sm_90."""
+        device = host.batch.tokens.device
+        if device.type != "cuda" or torch.version.hip or host.state is None or host.batch.longest != 1:
+            return False
+        return len(host.batch.tokens) <= _OVERLAPPING and torch.cuda.get_device_capability(device)[0] == 9
+
+    def _linear(self, region: Region, x: Tensor, host: DeviceHost, overlaps: bool) -> Tensor:
         w, bias = host.weights.matrix(region), host.weights.bias(region)
-        return linear.forward(host.points(region.kind), x, w, bias, host.dtype)
+        return linear.forward(host.points(region.kind), x, w, bias, host.dtype, overlaps=overlaps)
+
+    def _gated(self, region: Region, y: Tensor, host: DeviceHost, overlaps: bool) -> Tensor:
+        """SwiGLU of the gate and up projections, [N, I]."""
+        if host.weights.bias(region) is not None:
+            return launch_rows.swiglu(self._linear(region, y, host, overlaps), leaves=host.tp)
+        return linear.swiglu(host.points(region.kind), y, host.weights.matrix(region), host.tp, overlaps=overlaps)
 
     def _attention(
-        self, layer: dict[str, Region], y: Tensor, rotation: launch_heads.Rotation, host: DeviceHost
+        self, layer: dict[str, Region], y: Tensor, rotation: launch_heads.Rotation, host: DeviceHost, overlaps: bool
     ) -> Tensor:
-        fused = self._linear(layer["qkv_proj"], y, host)
+        fused = self._linear(layer["qkv_proj"], y, host, overlaps)
+        state, batch = host.state, host.batch
+        if state is not None and batch.longest == 1 and min(batch.lengths) == 1 and self._joins(layer):
+            return self._decode_attention(layer, fused, rotation, host, overlaps)
         q, k = (self._rotated(layer, fused, which, rotation, host) for which in (0, 1))
         v = torch.empty_like(k)
         launch_heads.copy_heads(v, fused, self._places[2], gathers=True)
-        points, batch, state = attention_points(host.points("attention")), host.batch, host.state
+        points = attention_points(host.points("attention"))
         if state is None:
             return launch_attention.attention_varlen(q, k, v, batch.starts, batch.longest, points)[0]
         index = layer["attention"].layer
@@ -94,6 +114,31 @@ class FusedBody:
         if batch.longest == 1 and min(batch.lengths) == 1:
             return launch_attention.attention_decode(*paged, batch.positions, -(-keys // points.split), points)[0]
         return launch_attention.attention_paged(*paged, batch.starts, batch.positions, batch.longest, keys, points)[0]
+
+    def _joins(self, layer: dict[str, Region]) -> bool:
+        """Whether norm and rotation of the heads are one kernel."""
+        return "qk_norm" not in layer or self._joins_norm
+
+    def _decode_attention(
+        self, layer: dict[str, Region], fused: Tensor, rotation: launch_heads.Rotation, host: DeviceHost, overlaps: bool
+    ) -> Tensor:
+        """One row a sequence: its heads go to the cache without being stored between."""
+        points, batch, state = attention_points(host.points("attention")), host.batch, host.state
+        index = layer["attention"].layer
+        assert index is not None and state is not None
+        k_pages, v_pages = state.pages(index)
+        w = None
+        if "qk_norm" in layer:
+            names = layer["qk_norm"].weights
+            w = (host.weights.vector(names[0]), host.weights.vector(names[1]))
+        q = launch_heads.decode_heads(
+            fused, rotation, state.slots, k_pages, v_pages, host.config.num_heads,
+            w=w, eps=host.config.rms_norm_eps, overlaps=overlaps,
+        )  # fmt: skip
+        splits = -(-(batch.last_position + 1) // points.split)
+        return launch_attention.attention_decode(
+            q, k_pages, v_pages, state.block_table, batch.positions, splits, points
+        )[0]
 
     def _rotated(
         self, layer: dict[str, Region], fused: Tensor, which: int, rotation: launch_heads.Rotation, host: DeviceHost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlkernel.contract.build import Contract
 from rlkernel.contract.rope_tables import rope_tables
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.logprob import RowStatistics
-from rlkernel.kernels.products import PADDED_ROWS
+from rlkernel.kernels.products import FEW_ROWS
 from rlkernel.kernels.triton.launch_digest import tensor_digest
 from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys
@@ -21,7 +22,7 @@ from rlkernel.models.definition import ModelDefinition
 from rlkernel.ops.composition import Composition
 from rlkernel.ops.device import linear
 from rlkernel.ops.device.fused import FusedBody
-from rlkernel.ops.device.graphs import DecodeGraph, bucket_of
+from rlkernel.ops.device.graphs import MAX_DRAWS, DecodeGraph, DrawGraph, bucket_of
 from rlkernel.ops.device.host import DeviceBatch, DeviceHost
 from rlkernel.ops.device.weights import DeviceWeights
 from rlkernel.ops.head import SamplingKeys
@@ -76,8 +77,10 @@ class DeviceRunner(ModelRunner):
         self._tables = tuple(self._placed(table) for table in rope_tables(definition.config, max_position))
         self._unconfirmed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._fused = FusedBody(definition)
+        self._kinds = Counter(region.kind for region in definition.body)
         self._compared: set[str] = set()
         self._graphs: dict[tuple[int, int, int], DecodeGraph] = {}
+        self._last: DecodeGraph | None = None
         self._pool: Any = None
         self._nothing: DeviceBatch | None = None
         self.trace = None
@@ -136,6 +139,7 @@ class DeviceRunner(ModelRunner):
         if graph is not None:
             graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
             found = graph.replay()[:count]
+            self._last = graph
             self._count(case, count)
             self._fact("graph_replays")
             return found
@@ -143,7 +147,7 @@ class DeviceRunner(ModelRunner):
         host = self._host(batch, case, state)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        if bucket >= PADDED_ROWS:  # with fewer rows the own kernel is as fast, and nothing has to be padded
+        if bucket > FEW_ROWS:  # with fewer rows the own kernel starts early, which the library's do not
             self._fused.admit(host, bucket)
             head = self.definition.head
             linear.admit(host.points("lm_head"), bucket, host.weights.matrix(head), torch.float32)
@@ -151,7 +155,7 @@ class DeviceRunner(ModelRunner):
         graph = DecodeGraph(host, bucket, width, self._max_position - 1, self._fused, self._pool)
         graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
         graph.capture()
-        self._graphs[key] = graph
+        self._graphs[key] = self._last = graph
         self._fact("graphs_captured")
         return self._agreed(case, graph.replay()[:count], expected, f"{case}, graph of {bucket} rows")
 
@@ -169,8 +173,8 @@ class DeviceRunner(ModelRunner):
 
     def _count(self, case: str, tokens: int) -> None:
         """One fused pass counts as one execution of every region."""
-        for region in self.definition.body:
-            self.evidence.ran(region.kind, case, self.composition.op(region.kind).implementation, tokens)
+        for kind, times in self._kinds.items():
+            self.evidence.ran(kind, case, self.composition.op(kind).implementation, tokens, times)
 
     def _fact(self, name: str) -> None:
         self.evidence.facts[name] = self.evidence.facts.get(name, 0) + 1
@@ -204,11 +208,57 @@ class DeviceRunner(ModelRunner):
         head = self.composition.head
         self.evidence.ran("logprob", case, head.implementation, len(keys.k))
         truncation = bool((keys.top_k > 0).any() or (keys.top_p < 1).any())
-        host = self._rows_host(case)
-        tokens, found = head.sample(
-            self.definition.head, hidden_rows.contiguous(), self._keys(keys), temperature, host, truncation
+        graph = self._last
+        if graph is not None and graph.holds(hidden_rows):
+            draw = graph.draws.get((temperature, truncation))
+            if draw is not None:
+                draw.fill(keys)
+                self._fact("draw_replays")
+                return unpacked(draw.replay(), graph.rows, graph.count)
+            if not truncation and len(graph.draws) < MAX_DRAWS:
+                return self._first_draw(graph, hidden_rows, keys, temperature, truncation, case)
+        return drawn_on_host(*self._drawn(hidden_rows, self._keys(keys), temperature, truncation, case))
+
+    def _drawn(
+        self, hidden: torch.Tensor, keys: DeviceSamplingKeys, temperature: float, truncation: bool, case: str
+    ) -> tuple[torch.Tensor, DeviceRowStatistics]:
+        found: tuple[torch.Tensor, DeviceRowStatistics] = self.composition.head.sample(
+            self.definition.head, hidden.contiguous(), keys, temperature, self._rows_host(case), truncation
         )
-        return drawn_on_host(tokens, found)
+        return found
+
+    def _first_draw(
+        self,
+        graph: DecodeGraph,
+        hidden: torch.Tensor,
+        keys: SamplingKeys,
+        temperature: float,
+        truncation: bool,
+        case: str,
+    ) -> tuple[NDArray[np.int64], RowStatistics]:
+        """Draw without a graph and by one that is captured now, which must agree.
+
+        Raises NumericsError if they differ in a bit.
+        """
+        expected = packed(*self._drawn(hidden, self._keys(keys), temperature, truncation, case)).cpu().numpy()
+        rows, whole = graph.rows, graph.hidden
+        assert whole is not None
+
+        def draw(given: DeviceSamplingKeys) -> torch.Tensor:
+            return packed(*self._drawn(whole, given, temperature, truncation, case))
+
+        found = DrawGraph(self._device, rows, draw, graph.pool)
+        found.fill(keys)
+        found.capture()
+        result = unpacked(found.replay(), rows, graph.count)
+        alone = unpacked(expected, graph.count, graph.count)
+        what = f"{case}, tokens of {rows} rows at temperature {temperature}"
+        if not _same(result, alone):
+            raise NumericsError(f"{what}: the captured graph draws other bits than the same kernels outside of it")
+        self.evidence.facts.setdefault("fused_first_use", {})[what] = {"outputs": expected.size, "differing": 0}
+        graph.draws[(temperature, truncation)] = found
+        self._fact("draws_captured")
+        return result
 
     def _keys(self, keys: SamplingKeys) -> DeviceSamplingKeys:
         """The keys on the device, by one transfer of 64-bit words."""
@@ -263,14 +313,32 @@ def _words(values: NDArray[Any]) -> NDArray[np.int64]:
     return values.view(np.int64) if values.dtype.itemsize == 8 else values.astype(np.int64)
 
 
+def packed(tokens: torch.Tensor, found: DeviceRowStatistics) -> torch.Tensor:
+    """Drawn tokens int64 [R] and their statistics as words int64 [5 * R], on the device."""
+    floats = torch.cat([found.max, found.log_sum, found.logprob, found.entropy])
+    return torch.cat([tokens, found.digest.reshape(-1), floats.view(torch.int64)])
+
+
+def unpacked(words: NDArray[np.int64], rows: int, count: int) -> tuple[NDArray[np.int64], RowStatistics]:
+    """The first ``count`` of ``rows`` rows of :func:`packed`."""
+    values = words[3 * rows :].view(np.float32).reshape(4, rows)[:, :count]
+    digest = words[rows : 3 * rows].view(np.uint64).reshape(rows, 2)[:count]
+    return words[:count], RowStatistics(values[0], values[1], values[2], values[3], digest)
+
+
 def drawn_on_host(tokens: torch.Tensor, found: DeviceRowStatistics) -> tuple[NDArray[np.int64], RowStatistics]:
     """Drawn tokens int64 [R] and their statistics as NumPy arrays, by one transfer."""
-    rows = len(tokens)
-    floats = torch.stack([found.max, found.log_sum, found.logprob, found.entropy])
-    words = torch.cat([tokens, found.digest.reshape(-1), floats.reshape(-1).view(torch.int64)]).cpu().numpy()
-    values = words[3 * rows :].view(np.float32).reshape(4, rows)
-    digest = words[rows : 3 * rows].view(np.uint64).reshape(rows, 2)
-    return words[:rows], RowStatistics(values[0], values[1], values[2], values[3], digest)
+    return unpacked(packed(tokens, found).cpu().numpy(), len(tokens), len(tokens))
+
+
+def _same(
+    one: tuple[NDArray[np.int64], RowStatistics], other: tuple[NDArray[np.int64], RowStatistics]
+) -> bool:  # fmt: skip
+    """Whether tokens and statistics have equal bits."""
+    if one[0].tobytes() != other[0].tobytes():
+        return False
+    names = [f.name for f in fields(RowStatistics)]
+    return all(getattr(one[1], name).tobytes() == getattr(other[1], name).tobytes() for name in names)
 
 
 def on_host(found: DeviceRowStatistics) -> RowStatistics:

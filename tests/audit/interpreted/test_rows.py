@@ -39,12 +39,13 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all())
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 100, 257, 512])
-def test_norm(n: int) -> None:
+def test_norm(n: int, holds: bool) -> None:
     x, branch, w, dy = _random(5, n), _random(5, n, seed=1), _random(n, seed=2), _random(5, n, seed=3)
     stream, y, r = torch.empty_like(x), torch.empty_like(x), torch.empty(5)
     shape = {"N": n, "ROWS": 2, "LANES": lanes(n)}
-    _run(norm.rms_norm, (3,), x, branch, w, stream, y, r, 5, EPS, ADDS=True, **shape)
+    _run(norm.rms_norm, (3,), x, branch, w, stream, y, r, 5, EPS, ADDS=True, HOLDS=holds, **shape)
     (summed,) = REFERENCE.forward("residual_add", [x, branch])
     assert _equal(stream, summed)
     (expected,) = REFERENCE.forward("rms_norm", [summed], {"w": w})
@@ -106,6 +107,36 @@ def test_heads(norms: bool, groups: int, per: int, depth: int) -> None:
         back = torch.empty_like(plain)
         _run(rope.head_copy, grid, back, fused, rows, *place, DEPTH=depth, WIDTH=depth, ROWS=4, GATHERS=True)
         assert _equal(back, plain)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("groups", "per", "depth"), [(2, 3, 8), (1, 1, 64), (2, 2, 16)])
+def test_heads_of_a_decode_step(norms: bool, groups: int, per: int, depth: int) -> None:
+    tokens, half, page = 5, depth // 2, 4
+    fused = _random(tokens, groups, per + 2, depth)
+    wq, wk, t = _random(depth, seed=1), _random(depth, seed=2), _tables(tokens, half)
+    slots = torch.tensor([9, -1, 0, 7, 4])
+    positions = t.positions.clone()
+    positions[1] = -1  # a row that takes no part
+    q = torch.full((tokens, groups * per, depth), torch.nan)
+    caches = [torch.full((3, page, groups, depth), torch.nan) for _ in range(2)]
+    _run(
+        rope.decode_heads, (tokens, groups), fused, wq, wk, positions, slots, t.cos, t.sin, q, *caches, EPS, groups,
+        PER=per, SLOTS=1 << (per + 1).bit_length(), HALF=half, WIDTH=half, NORMS=norms,
+    )  # fmt: skip
+    taken = [0, 2, 3, 4]
+    expected = []
+    for first, count, w in ((0, per, wq), (per, 1, wk), (per + 1, 1, None)):
+        plain = fused[:, :, first : first + count].reshape(tokens, groups * count, depth).contiguous()
+        if w is not None:
+            plain = REFERENCE.forward("qk_norm", [plain], {"w": w})[0] if norms else plain
+            plain = REFERENCE.forward("rope", [plain], **t.host)[0]
+        expected.append(plain)
+    assert _equal(q[taken], expected[0][taken])
+    for cache, rows in zip(caches, expected[1:], strict=True):
+        flat = cache.view(-1, groups, depth)
+        assert _equal(flat[slots[taken]], rows[taken])
+        assert int(torch.isnan(flat).sum()) == flat.numel() - len(taken) * groups * depth
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 4])
