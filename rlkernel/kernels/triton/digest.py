@@ -95,6 +95,49 @@ def tensor_digest(
 
 
 @triton.jit
+def pieces_digest(
+    addresses,
+    counts,
+    offsets,
+    out,
+    ALIGNED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``out[program] = lanes of one piece``: elements that lie one after the other, anywhere in memory.
+
+    Args:
+        addresses: of each piece's first element, int64 [programs]; ``counts`` int32 [programs]: its elements;
+            ``offsets`` int64 [programs]: the index of its first element. ``out``: int64 [programs, 2].
+        ALIGNED: every address is a multiple of 16 bytes, every count one of COLUMNS.
+    """
+    piece = tl.program_id(0)
+    count = tl.load(counts + piece)
+    offset = tl.load(offsets + piece)
+    address = tl.load(addresses + piece)
+    data = address.to(tl.pointer_type(tl.uint16)) if BITS == 16 else address.to(tl.pointer_type(tl.uint32))
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+        count = tl.multiple_of(count, COLUMNS)
+    group = tl.arange(0, GROUPS) * COLUMNS
+    first = tl.zeros((GROUPS,), tl.int64)
+    second = tl.zeros((GROUPS,), tl.int64)
+    begin = tl.zeros((), tl.int32)
+    while begin < count:
+        i = begin + group
+        place = i[:, None] + tl.arange(0, COLUMNS)[None, :]
+        inside = place < count
+        bits = tl.load(data + place, mask=inside, other=0)
+        a, b = _lanes(bits, i + offset, inside, GROUPS, COLUMNS)
+        first += a
+        second += b
+        begin += GROUPS * COLUMNS
+    tl.store(out + piece * 2, tl.sum(first, 0))
+    tl.store(out + piece * 2 + 1, tl.sum(second, 0))
+
+
+@triton.jit
 def rows_digest(z, out, columns, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
     """``out[row, program] = lanes of GROUPS * COLUMNS * STEPS columns`` of canonical float32 bits, indexed by column.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 
@@ -54,6 +58,69 @@ def tensor_digest(tensor: torch.Tensor, index_offset: int = 0, *, canonical: boo
             **_options(),
         )
     return lanes.sum(0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory of a tensor. ``rows``: its rows in the order of its index, int64, of a matrix that holds others as well;
+    without them it is all of ``tensor``, in order. ``tensor`` is C-contiguous and keeps its memory."""
+
+    tensor: torch.Tensor
+    rows: np.ndarray | None = None
+
+
+class TensorDigests:
+    """Digests of many tensors of one dtype and device by one kernel, as often as wanted.
+
+    Raises ContractError for a dtype of neither 2 nor 4 bytes, or a layout that is not C-contiguous.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = tuple(parts)  # keeps the memory that the addresses are of
+        size = parts[0].tensor.element_size()
+        self._bits, self._columns = 8 * size, 16 // size
+        most, tables = GROUPS * self._columns * STEPS, []
+        for part in parts:
+            tensor = part.tensor
+            if tensor.element_size() != size or size not in (2, 4) or not tensor.is_contiguous():
+                raise ContractError(
+                    f"digests of many tensors take C-contiguous elements of 2 or of 4 bytes, all of one size; found "
+                    f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+                )
+            width = tensor.numel() if part.rows is None else tensor.shape[1]
+            begins = np.arange(0, width, most)  # pieces of a row
+            rows = np.zeros(1, np.int64) if part.rows is None else part.rows
+            places = rows[:, None] * width + begins
+            offsets = np.arange(len(rows))[:, None] * width + begins
+            counts = np.broadcast_to(np.minimum(width - begins, most), places.shape)
+            tables.append((tensor.data_ptr() + size * places.ravel(), counts.ravel(), offsets.ravel()))
+        addresses, counts, offsets = (np.concatenate(columns) for columns in zip(*tables, strict=True))
+        self._aligned = not (addresses % 16).any() and not (counts % self._columns).any()
+        device = parts[0].tensor.device
+        self._arguments = [
+            torch.from_numpy(np.ascontiguousarray(values)).to(device)
+            for values in (addresses.astype(np.int64), counts.astype(np.int32), offsets.astype(np.int64))
+        ]
+        ends = np.cumsum([len(table[0]) for table in tables])
+        self._ends = torch.from_numpy(ends).to(device)
+
+    def __call__(self) -> torch.Tensor:
+        """int64 [parts, 2], on the device: each row is what :func:`tensor_digest` returns for that tensor now."""
+        count, device = len(self._arguments[0]), self._ends.device
+        lanes = torch.zeros((count + 1, 2), dtype=torch.int64, device=device)
+        if count:
+            kernels.pieces_digest[(count,)](
+                *self._arguments,
+                lanes[1:],
+                ALIGNED=self._aligned,
+                BITS=self._bits,
+                GROUPS=GROUPS,
+                COLUMNS=self._columns,
+                num_warps=WARPS,
+                **_options(),
+            )
+        until = lanes.cumsum(0)[self._ends]  # mod 2^64, so that differences are exact
+        return torch.diff(until, dim=0, prepend=until.new_zeros((1, 2)))
 
 
 def rows_digest(z: torch.Tensor) -> torch.Tensor:

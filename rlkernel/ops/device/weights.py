@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlkernel.contract.identity import TensorEntry, manifest_digest
-from rlkernel.kernels.triton.launch_digest import tensor_digest
+from rlkernel.kernels.triton.launch_digest import Part, TensorDigests, tensor_digest
 from rlkernel.models.definition import ModelDefinition, Region
 from rlkernel.ops.weights import DTYPES, LINEAR_KINDS, check_tensors, dgrad_order
 
@@ -43,6 +43,7 @@ class DeviceWeights:
         self._fused: dict[str, torch.Tensor] = {}
         self._biases: dict[str, torch.Tensor] = {}
         self._orders: dict[str, torch.Tensor] = {}
+        self._digests: tuple[tuple[str, ...], TensorDigests] | None = None
         check_tensors(definition, tensors, dtype)
         kind = DTYPES[dtype]
         for region in definition.regions:
@@ -96,19 +97,33 @@ class DeviceWeights:
 
     def manifest(self) -> list[TensorEntry]:
         """Every logical tensor with the digest of the bytes that the kernels read."""
-        found = {name: tensor_digest(tensor) for name, tensor in self.tensors.items()}
+        if self._digests is None:  # the memory stays, and so do its addresses
+            parts = self._parts()
+            self._digests = tuple(parts), TensorDigests(list(parts.values()))
+        names, digests = self._digests
+        found = dict(zip(names, digests().unbind(), strict=True))
         for region in self.definition.regions:
-            if not self._is_fused(region):
-                continue
-            # the place of each row of the plain concatenation
-            places = torch.argsort(self._orders[region.name])
-            matrices, biases = _names(region)
-            for names, fused in ((matrices, self._fused[region.name]), (biases, self._biases.get(region.name))):
-                if fused is None:
-                    continue
-                for name, rows in zip(names, torch.split(places, [self._shapes[n][0] for n in names]), strict=True):
-                    found[name] = tensor_digest(fused[rows])
+            fused = self._biases.get(region.name)
+            if fused is not None:
+                biases = _names(region)[1]
+                for name, rows in zip(biases, self._rows(region, biases), strict=True):
+                    found[name] = tensor_digest(fused[torch.from_numpy(rows).to(self.device)])
         return entries(found, self._shapes, self.dtype)
+
+    def _parts(self) -> dict[str, Part]:
+        """Where every logical tensor lies, but the biases of fused projections."""
+        found = {name: Part(tensor) for name, tensor in self.tensors.items()}
+        for region in self.definition.regions:
+            if self._is_fused(region):
+                names, fused = _names(region)[0], self._fused[region.name]
+                for name, rows in zip(names, self._rows(region, names), strict=True):
+                    found[name] = Part(fused, rows)
+        return found
+
+    def _rows(self, region: Region, names: list[str]) -> list[np.ndarray]:
+        """Of each tensor of a fused projection: the fused row at which each of its rows lies."""
+        places = np.argsort(self._orders[region.name].cpu().numpy())
+        return np.split(places, np.cumsum([self._shapes[name][0] for name in names])[:-1])
 
     def manifest_digest(self) -> str:
         """SHA-256 of the manifest, recomputed on the device from the bytes that the kernels read."""
@@ -136,5 +151,7 @@ def entries(
 
 def device_manifest(tensors: Mapping[str, torch.Tensor], dtype: str) -> list[TensorEntry]:
     """Manifest of plain tensors on a device."""
-    digests = {name: tensor_digest(tensor.contiguous()) for name, tensor in tensors.items()}
-    return entries(digests, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)
+    names = sorted(tensors)
+    lanes = TensorDigests([Part(tensors[name].contiguous()) for name in names])()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return entries({name: lanes[i] for i, name in enumerate(names)}, shapes, dtype)

@@ -13,7 +13,7 @@ from rlkernel.kernels.cpu import digest as cpu_digest
 from rlkernel.kernels.cpu import logprob as cpu_logprob
 from rlkernel.kernels.cpu import sampling as cpu_sampling
 from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.kernels.triton.launch_digest import rows_digest, tensor_digest
+from rlkernel.kernels.triton.launch_digest import Part, TensorDigests, rows_digest, tensor_digest
 from rlkernel.kernels.triton.launch_logprob import LeafTile, MergeTile
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys, sample
 from rlkernel.ops.head import SamplingKeys
@@ -121,6 +121,33 @@ def test_tensor_digests(dtype: type, count: int) -> None:
             assert (
                 tuple(int(lane) for lane in tensor_digest(torch.from_numpy(data)).numpy().view(np.uint64)) != expected
             )
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [48, 7, 20001])
+def test_digests_of_many_tensors_are_those_of_each(kind: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    matrix = torch.randn((6, width), generator=generator).to(kind)
+    first, second = np.array([4, 0, 3]), np.array([5, 1])  # two tensors whose rows lie scattered in one matrix
+    others = [torch.randn(shape, generator=generator).to(kind) for shape in ((3, 5), (1,), (0, 4), (2, 9000))]
+    logical = [matrix[first], others[0], others[1], matrix[second], others[2], others[3]]
+    parts = [
+        Part(matrix, first), Part(others[0]), Part(others[1]), Part(matrix, second), Part(others[2]), Part(others[3])
+    ]  # fmt: skip
+    digests = TensorDigests(parts)
+    for _ in range(2):
+        with np.errstate(all="ignore"):
+            found = digests().numpy().view(np.uint64)
+        for tensor, lanes in zip(logical, found, strict=True):
+            bits = tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+            expected = cpu_digest.tensor_digest(bits.view({2: np.uint16, 4: np.uint32}[bits.itemsize]), WORKERS)
+            assert tuple(map(int, lanes)) == expected
+        # the next call reads what is there then
+        bit = matrix.view({2: torch.int16, 4: torch.int32}[matrix.element_size()])
+        bit[5, width - 1] ^= 1
+        logical[0], logical[3] = matrix[first], matrix[second]
+    with pytest.raises(ContractError, match="C-contiguous"):
+        TensorDigests([Part(matrix.T)])
 
 
 def test_canonical_nan_of_activations_only() -> None:
