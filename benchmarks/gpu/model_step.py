@@ -106,7 +106,7 @@ def decode(model: Model, rows: int) -> dict[str, Any]:
     table = (1 + np.arange(rows * BLOCKS)).astype(np.int32).reshape(rows, BLOCKS)
     owner = np.arange(rows)
 
-    def step(number: int) -> tuple[float, float]:
+    def step(number: int, stops: bool) -> float:
         positions = np.full(rows, CONTEXT + number, np.int32)
         slots = table[owner, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
         batch = TokenBatch(RNG.integers(0, 151936, rows), positions, np.arange(rows + 1, dtype=np.int32))
@@ -118,20 +118,21 @@ def decode(model: Model, rows: int) -> dict[str, Any]:
         )  # fmt: skip
         start = clock()
         hidden = model.runner.hidden(batch, state, "rollout_decode")
-        middle = clock()
+        if stops:
+            return clock() - start
         model.runner.sample(hidden, keys, 1.0, "rollout_decode")
-        return middle - start, clock() - start
+        return clock() - start
 
     start = clock()
-    step(0)
+    step(0, False)
     first = clock() - start
-    times = [step(number) for number in range(1, 31)]
-    whole = statistics.median(both for _, both in times)
+    whole = statistics.median(step(number, False) for number in range(1, 31))
+    body = statistics.median(step(number, True) for number in range(31, 46))
     limit = 2 * model.parameters / MEMORY_BYTES_A_SECOND
     return {
         "sequences": rows,
         "step_ms": 1e3 * whole,
-        "body_ms": 1e3 * statistics.median(body for body, _ in times),
+        "body_ms": 1e3 * body,
         "tokens_per_s": rows / whole,
         "limit_ms": 1e3 * limit,
         "share": limit / whole,
@@ -234,6 +235,8 @@ def sections(model: Model, layers: int) -> dict[str, Callable[[], dict[str, Any]
         "decode-32": lambda: decode(model, 32),
         "decode-1": lambda: decode(model, 1),
         "decode-256": lambda: decode(model, 256),
+        "decode-8": lambda: decode(model, 8),
+        "decode-64": lambda: decode(model, 64),
         "train": lambda: train(model, False),
         "score": lambda: score(model),
         "train-checkpointing": lambda: train(model, True),

@@ -91,6 +91,14 @@ def candidates(work: Work) -> Iterator[HopperTile | Tile]:
             yield HopperTile(64, 256, 64, 8, 4, 1, 4)
     if work.m <= 256:
         yield HopperTile(64, 64, 128, 8, deep, 1, 4)
+    if work.leaves > 2 and work.m <= 512:
+        yield HopperTile(64, 64, 64, 8, 4, 1, 4, 2)
+        yield HopperTile(64, 32, 128, 8, 3, 1, 4, 2)
+        yield HopperTile(64, 32, 64, 8, 6, 1, 4, 2)
+        yield HopperTile(64, 128, 64, 8, 2, 1, 4, 2)
+    if work.leaves == 1 and work.m <= 64:
+        yield HopperTile(64, 32, 128, 8, 4, 1, 4, 2)
+        yield HopperTile(64, 16, 128, 8, 5, 1, 4, 2)
     if 64 < work.m <= 256:
         yield HopperTile(128, 32, 128, 8, 5)
         yield HopperTile(128, 64, 128, 8, 3 if work.leaves > 2 else 4)

@@ -96,7 +96,7 @@ def gemm_hopper(
             f"gemm_hopper of {list(a.shape)} and {list(b.shape)}, {leaves} leaves: {problem or 'no work'}"
         )
     programs = min(
-        torch.cuda.get_device_properties(a.device).multi_processor_count,
+        tile.resident * torch.cuda.get_device_properties(a.device).multi_processor_count,
         triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
     )
     # boxes that lie beyond the matrix for the most part load slowly: few rows are loaded by a smaller box

@@ -25,7 +25,8 @@ TABLES = Path(__file__).parent / "tables"
 class HopperTile:
     """Tuning of the warp-specialised GEMM of sm_90. Nothing here is part of the contract.
 
-    ``stages``: tiles of K in shared memory; ``parts``: in how many parts of its columns a tile is stored.
+    ``stages``: tiles of K in shared memory; ``parts``: in how many parts of its columns a tile is stored;
+    ``resident``: programs of a multiprocessor, of which one merges leaves while the other multiplies.
     """
 
     block_m: int = 128
@@ -35,15 +36,18 @@ class HopperTile:
     stages: int = 3
     parts: int = 1
     num_warps: int = 8
+    resident: int = 1
 
     def shared_bytes(self, leaves: int, out_size: int, *, four_shared: bool = False) -> int:
-        """Shared memory of a program, for outputs of ``out_size`` bytes an element.
+        """Shared memory of a multiprocessor's programs, for outputs of ``out_size`` bytes an element.
 
         ``four_shared``: the first four of eight leaves wait there too.
         """
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * 2
         waits = 4 * self.block_m * self.block_n * (2 if four_shared else 1) if leaves > 2 else 0
-        return loads + self.block_m * self.block_n // self.parts * out_size + waits + 256
+        # beside what a program allocates the device takes 1 KiB of it for each
+        own = loads + self.block_m * self.block_n // self.parts * out_size + waits + 256
+        return self.resident * own + (self.resident - 1) * 1024
 
 
 SHARED_BYTES = 227 * 1024
