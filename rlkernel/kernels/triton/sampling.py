@@ -15,7 +15,7 @@ import triton.language as tl
 from rlkernel.contract import constants
 from rlkernel.kernels.triton.logprob import divided, load_leaves, store_leaves
 from rlkernel.kernels.triton.logprob_leaf import canonical, leaf_statistics, order_key
-from rlkernel.kernels.triton.primitives import constant, log2_full
+from rlkernel.kernels.triton.primitives import constant, log2_full, negative
 
 _LOG2E = tl.constexpr(constants.LOG2E)
 _LN2 = tl.constexpr(constants.LN2)
@@ -51,7 +51,7 @@ def score(z, bits):
     series = tl.fma(w, constant(z, 0.25), constant(z, _THIRD))
     series = tl.fma(w, series, constant(z, 0.5))
     series = w * tl.fma(w, series, constant(z, 1.0))
-    logarithm = -log2_full(1.0 - w) * _LN2
+    logarithm = negative(log2_full(1.0 - w)) * _LN2
     exponential = tl.where(w < 0.015625, series, logarithm)
     return z - log2_full(exponential) * _LN2
 
