@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from functools import wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from tests.runtime.helpers import caught, reward
+from tests.runtime.helpers import caught, clean, reward
 from vime.errors import InputError, Interrupted
 from vime.runtime.stages import StepStages
-from vime.timeline.events import Evaluated, SampleDropped
+from vime.timeline.events import Evaluated, RewardGiven, SampleDropped
 from vime.types import GeneratedSample
 
 PUBLIC = "tests.runtime.test_fault_functions"
@@ -75,7 +77,21 @@ def interrupting_reward(prompt: Any, sample: Any, text: str) -> float:
     return reward(prompt, sample, text)
 
 
+def cancelled_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Raises an exception that is no ``Exception``."""
+    if str(sample.sample_id) == "train/0/2":
+        raise asyncio.CancelledError("the judge gave up")
+    return reward(prompt, sample, text)
+
+
+def enormous_reward(prompt: Any, sample: Any, text: str) -> float:
+    """A finite number whose square is not."""
+    return -1.7e308 if str(sample.sample_id) == "train/0/2" else reward(prompt, sample, text)
+
+
 REWARDS = {
+    "cancelled_reward": "it raised CancelledError: the judge gave up",
+    "enormous_reward": "it returned -1.7e+308; rewards beyond ±1e+100 have no advantages",
     "leaving_reward": "it raised SystemExit: not installed: judge",
     "interrupting_reward": "it raised KeyboardInterrupt: of its own",
     "huge_reward": "it returned an integer beyond the range of a float; a finite number is needed",
@@ -114,6 +130,45 @@ def test_an_incomplete_group_is_dropped_as_a_whole_where_so_declared(vime):
     assert dropped["train/0/0"] == "incomplete group: 3 of 4 samples are left"
     (report,) = ended.reports
     assert report["num_samples"] == 4 and report["dropped_samples"] == {"reward": 1, "incomplete group": 3}
+
+
+def forking_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Goes on in two processes."""
+    if str(sample.sample_id) == "train/0/2":
+        Children.started.append(os.fork())
+    return reward(prompt, sample, text)
+
+
+class Children:
+    """Processes that :func:`forking_reward` made, 0 in each of them."""
+
+    started: ClassVar[list[int]] = []
+
+
+@pytest.mark.parametrize("timeout", ["null", "20"])
+def test_a_reward_that_forks_goes_on_once(vime, monkeypatch, timeout):
+    monkeypatch.setattr(Children, "started", [])
+    ended = vime.run(
+        f"stages.reward.function={PUBLIC}.forking_reward", f"stages.reward.timeout_s={timeout}", "threads=2"
+    )
+    clean(ended)
+    (child,) = Children.started
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 70
+
+
+def scribbling_reward(prompt: Any, sample: Any, text: str) -> float:
+    """Writes into the prompt's row, and is 0 where somebody did before."""
+    seen = "seen" in prompt.row
+    prompt.row["seen"] = True
+    return 0.0 if seen else reward(prompt, sample, text)
+
+
+def test_every_reward_sees_the_row_as_the_source_gave_it(vime):
+    scribbled = vime.run(f"stages.reward.function={PUBLIC}.scribbling_reward")
+    plain = vime.run("stages.reward.function=tests.runtime.helpers.reward")
+    clean(scribbled)
+    rewards = [[e.reward for e in ended.events if isinstance(e, RewardGiven)] for ended in (scribbled, plain)]
+    assert len(rewards[0]) > 0 and rewards[0] == rewards[1]
 
 
 def failing_late(prompt: Any, sample: Any, text: str) -> float:

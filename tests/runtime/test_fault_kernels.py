@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import platform
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even
 from tests.runtime import faults, other_kernels
 from tests.runtime.helpers import caught, clean, reward
 from vime.errors import InvariantViolation
@@ -143,6 +146,37 @@ def test_subnormals_flushed_in_one_worker_thread_are_caught(vime):
 def test_subnormals_flushed_by_a_reward_are_caught_in_the_same_step(vime, intact_subnormals):
     ended = vime.run("stages.reward.function=tests.runtime.test_fault_kernels.flushing_reward")
     caught(ended, "step 1, score: this thread flushes subnormal numbers to zero", trained=1)
+
+
+def rounding_up_reward(prompt: Any, sample: Any, text: str) -> float:
+    """A user's function that leaves another rounding mode behind."""
+    if prompt.prompt_index >= 2:
+        ctypes.CDLL(None).fesetround(FE_UPWARD)
+    return reward(prompt, sample, text)
+
+
+FE_TONEAREST, FE_UPWARD = 0, 0x800  # of x86-64
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the constant is of x86-64")
+def test_another_rounding_mode_is_caught_in_the_same_step(vime):
+    try:
+        ended = vime.run("stages.reward.function=tests.runtime.test_fault_kernels.rounding_up_reward")
+    finally:
+        ctypes.CDLL(None).fesetround(FE_TONEAREST)
+    caught(ended, "step 1, score: this thread does not round to nearest even", trained=1)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the constants are of x86-64")
+@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00])
+def test_every_other_rounding_mode_is_seen(mode):
+    assert rounds_to_nearest_even()
+    try:
+        ctypes.CDLL(None).fesetround(mode)
+        assert not rounds_to_nearest_even()
+    finally:
+        ctypes.CDLL(None).fesetround(FE_TONEAREST)
+    assert rounds_to_nearest_even()
 
 
 def test_subnormals_flushed_during_generation_are_caught(vime, intact_subnormals):

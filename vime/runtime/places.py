@@ -29,6 +29,7 @@ from vime.train.native.backend import CpuBackend, TrainerBackend
 from vime.train.native.optimizer import OPTIMIZER_IMPLEMENTATIONS
 
 if TYPE_CHECKING:
+    from rlkernel.kernels.torch_native.device import TorchDeviceWeights
     from rlkernel.ops.device.weights import DeviceWeights
 
 Numerics = Literal["exact", "native"]
@@ -104,7 +105,7 @@ class Place(Protocol):
     def slots(self, make: Callable[[Tensors], Any]) -> WeightMemory:
         """Where an engine keeps the weights that ``make`` copies for it: the served and the staged ones."""
 
-    def pages(self, dtype: str) -> KVFactory:
+    def pages(self, dtype: str, numerics: Numerics = "exact") -> KVFactory:
         """Makes an engine's KV pages."""
 
     def trainer(self, workers: Workers) -> TrainerBackend:
@@ -165,7 +166,7 @@ class CpuPlace:
         """New memory for every version."""
         return WeightMemory(make, reuses=False)
 
-    def pages(self, dtype: str) -> KVFactory:
+    def pages(self, dtype: str, numerics: Numerics = "exact") -> KVFactory:
         """float32 in both dtypes."""
         return PagedKV
 
@@ -175,7 +176,7 @@ class CpuPlace:
 
 
 class GpuPlace:
-    """Triton kernels on one GPU. There is no ``native`` arm: the pipeline's checks refuse it.
+    """Triton kernels on one GPU, or for the ``native`` arm torch's own.
 
     Args:
         device: a torch device.
@@ -189,13 +190,17 @@ class GpuPlace:
 
     def implementations(self, numerics: Numerics) -> dict[str, str]:
         """Of the composition that a side gets."""
-        return self._plain().implementations()
+        return self._plain(numerics).implementations()
 
-    def _plain(self) -> Composition:
+    def _plain(self, numerics: Numerics) -> Composition:
         from rlkernel.ops.device.head import LinearLogprob
         from rlkernel.ops.device.regions import device_ops
 
-        return Composition("exact", device_ops(), LinearLogprob())
+        if numerics == "exact":
+            return Composition("exact", device_ops(), LinearLogprob())
+        from rlkernel.kernels.torch_native.device import native_composition
+
+        return native_composition(tuple(device_ops()))
 
     def deployment(self, numerics: Numerics, sources: Mapping[str, str]) -> dict[str, Any]:
         """With the GPU as device, and the kernels' sources."""
@@ -207,10 +212,12 @@ class GpuPlace:
         found = describe_deployment(self.implementations(numerics), own)
         target, toolchain = device_target(name), torch_toolchain(name)
         found["device"] = {"kind": "gpu", "target": target, **dict(toolchain)}
-        return {**found, "admission": _bound_to(target, toolchain)}
+        return found if numerics != "exact" else {**found, "admission": _bound_to(target, toolchain)}
 
     def admitted(self, contract: Contract, numerics: Numerics, workers: Workers) -> Admitted:
-        """Of the GPU's kernels, with its compiler, and of the loss, which the CPU computes."""
+        """Of the GPU's kernels, with its compiler, and of the loss, which the CPU computes; none for ``native``."""
+        if numerics != "exact":
+            return Admitted((), ())
         return self._admitted(self._faced(contract), contract, workers)
 
     def _faced(self, contract: Contract) -> tuple[tuple[str, Any], ...]:
@@ -228,6 +235,8 @@ class GpuPlace:
 
     def composition(self, contract: Contract, numerics: Numerics, workers: Workers, evidence: Evidence) -> Composition:
         """Admitted on this GPU; first uses are checked on live operands."""
+        if numerics != "exact":
+            return self._plain(numerics)
         from rlkernel.verify.admission.first_use_device import with_device_first_use_checks
 
         faced = self._faced(contract)
@@ -242,8 +251,12 @@ class GpuPlace:
     def weights(
         self, contract: Contract, definition: ModelDefinition, tensors: Tensors, numerics: Numerics, workers: Workers,
         *, training: bool,
-    ) -> DeviceWeights:  # fmt: skip
+    ) -> DeviceWeights | TorchDeviceWeights:  # fmt: skip
         """Fused matrices on the GPU; one form serves forward and backward."""
+        if numerics != "exact":
+            from rlkernel.kernels.torch_native.device import TorchDeviceWeights
+
+            return TorchDeviceWeights(definition, tensors, dtype=contract.dtype, device=self.device)
         from rlkernel.ops.device.weights import DeviceWeights
 
         return DeviceWeights(definition, tensors, dtype=contract.dtype, tp=contract.topology.tp, device=self.device)
@@ -255,18 +268,25 @@ class GpuPlace:
         """On the GPU."""
         from rlkernel.ops.device.runner import DeviceRunner
 
+        if composition.numerics != "exact":
+            from rlkernel.kernels.torch_native.device import TorchDeviceRunner
+
+            return TorchDeviceRunner(
+                weights.definition, weights, composition, evidence, contract, max_position=max_position
+            )
         return DeviceRunner(weights.definition, weights, composition, evidence, contract, max_position=max_position)
 
     def slots(self, make: Callable[[Tensors], Any]) -> WeightMemory:
         """Two sets that take turns, so that graphs that were captured over one stay valid."""
         return WeightMemory(make, reuses=True)
 
-    def pages(self, dtype: str) -> KVFactory:
+    def pages(self, dtype: str, numerics: Numerics = "exact") -> KVFactory:
         """On the GPU, in the contract's dtype."""
         from rlkernel.ops.weights import DTYPES
         from vime.rollout.native.device import DevicePagedKV
 
-        return partial(DevicePagedKV, dtype=DTYPES[dtype], device=self.device)
+        null = torch.nan if numerics == "exact" else 0.0
+        return partial(DevicePagedKV, dtype=DTYPES[dtype], device=self.device, null=null)
 
     def trainer(self, workers: Workers) -> TrainerBackend:
         """GPU memory."""

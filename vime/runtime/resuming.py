@@ -44,6 +44,16 @@ def refuse_other_pipeline(path: Path, resumption: Resumption, pipeline: Pipeline
     )
 
 
+def refuse_other_data(path: Path, resumption: Resumption, data_digest: str) -> None:
+    """Raises InputError where the data source gives other rows than those that the run began with."""
+    start = resumption.start
+    if start is not None and start.data_digest != data_digest:
+        raise InputError(
+            f"the data source of {path / 'pipeline.yaml'} gives other rows than when this run began (an edited file "
+            "of data, or another version of its code): restore them, or start a run of its own with 'vime run'"
+        )
+
+
 def refuse_other_identities(
     path: Path, resumption: Resumption, identities: Mapping[str, Mapping[str, str]], engine_id: str
 ) -> None:

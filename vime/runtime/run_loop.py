@@ -26,6 +26,7 @@ from vime.runtime.observer import Observer, RunOutcome, Silent
 from vime.runtime.publication import Publisher
 from vime.runtime.resuming import (
     pipeline_digest,
+    refuse_other_data,
     refuse_other_identities,
     refuse_other_pipeline,
     say_what_was_found,
@@ -103,6 +104,7 @@ class _Run:
         if resumption.finished:
             rewrite_report(self.directory, self.prepared, self.reports, self.evaluations)
             return self._outcome()
+        refuse_other_data(self.directory.path, resumption, self._data_digest())
         sides = factory(self.prepared, self.directory.path)
         try:
             self._work(sides)
@@ -167,6 +169,7 @@ class _Run:
                 pipeline_digest=pipeline_digest(pipeline),
                 steps=pipeline.steps,
                 max_staleness=pipeline.max_staleness,
+                data_digest=self._data_digest(),
                 engines=(engine.engine_id,),
                 resolved_digest=digest(encode_value(pipeline.model_dump(mode="json"))),
                 placement={"placement": pipeline.placement, "transport": sides.transport.name},
@@ -182,6 +185,10 @@ class _Run:
                 sides=identities,
             )
         )
+
+    def _data_digest(self) -> str:
+        sets = {"train": self.prepared.train_prompts, "eval": self.prepared.eval_prompts}
+        return digest({name: prompts.digest() for name, prompts in sets.items() if prompts is not None})
 
     def _graph(self, stages: StepStages) -> Graph:
         bound = stages.bound()

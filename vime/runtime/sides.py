@@ -220,7 +220,7 @@ def build_engine(side: SideSpecification, engine_id: str, workers: Workers, toke
         model_factory=model,
         detokenize=tokenizer.decode,
         evidence=evidence,
-        kv_factory=side.place.pages(contract.dtype),
+        kv_factory=side.place.pages(contract.dtype, side_numerics(numerics)),
         probe=workers.probe,
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import reprlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,24 +23,45 @@ class RewardFailure(VimeError):
     """A reward function raised, ran out of time, or returned something that is no finite number."""
 
 
+_LARGEST_REWARD = 1e100  # the square of a larger one is near the end of float64, and no advantage could be made of it
+
+
+def _end_of_a_fork(process: int, what: str) -> None:
+    """A function that forked returns twice; the copy of this process may touch neither log nor lock, and ends here."""
+    if os.getpid() != process:
+        sys.stderr.write(f"vime: {what} forked and went on in the copy of this process, which ends here\n")
+        sys.stderr.flush()
+        os._exit(70)
+
+
 def call_reward(
     function: Callable[..., Any], prompt: Prompt, sample: GeneratedSample, timeout_s: float | None
 ) -> float:
     """Call a user's reward with a copy of the sample. Raises RewardFailure with the reason."""
     outcome: list[Any] = []
-    given = handed_out(sample)
+    given, process = handed_out(sample), os.getpid()
+    try:
+        row = copy.deepcopy(prompt.row)
+    except Exception as error:  # rows of a user's own class may do anything
+        raise RewardFailure(f"the prompt's row cannot be copied for it: {type(error).__name__}: {error}") from error
 
-    def call(caught: tuple[type[BaseException], ...]) -> None:
+    def call(in_thread: bool) -> None:
         try:
-            outcome.append(function(replace(prompt), given, sample.text))
-        except caught as error:  # a user's function may raise anything, and may not end the run
+            outcome.append(function(replace(prompt, row=row), given, sample.text))
+        except KeyboardInterrupt as error:
+            if not in_thread:
+                raise  # the user's own Ctrl-C
             outcome.append(error)
+        except BaseException as error:  # a user's function may raise anything, and may not end the run
+            outcome.append(error)
+        finally:
+            _end_of_a_fork(process, "the reward function")
 
     if timeout_s is None:
-        call((Exception, SystemExit))  # a KeyboardInterrupt here is the user's own Ctrl-C
+        call(False)
     else:
         # whatever ends this thread is an answer: without it the call would look like one that ran out of time
-        thread = threading.Thread(target=call, args=((BaseException,),), daemon=True)
+        thread = threading.Thread(target=call, args=(True,), daemon=True)
         thread.start()
         thread.join(timeout_s)
         if not outcome:
@@ -47,6 +71,8 @@ def call_reward(
         raise RewardFailure(f"it raised {type(value).__name__}: {value}") from value
     try:
         if isinstance(value, (bool, int, float, np.floating, np.integer)) and math.isfinite(float(value)):
+            if abs(float(value)) > _LARGEST_REWARD:
+                raise RewardFailure(f"it returned {value!r}; rewards beyond ±{_LARGEST_REWARD:g} have no advantages")
             return float(value)
     except OverflowError:
         raise RewardFailure("it returned an integer beyond the range of a float; a finite number is needed") from None
@@ -69,12 +95,16 @@ def call_filter(
     rewards: Sequence[float],
 ) -> list[bool]:
     """Call a user's filter for one group, with copies; one answer a sample. Raises Interrupted: mend it and resume."""
-    what, where = f"the filter {name!r}", f"prompt {prompt_index}"
+    what, where, process = f"the filter {name!r}", f"prompt {prompt_index}", os.getpid()
     try:
         returned = function([handed_out(sample) for sample in samples], list(rewards))
         answers = list(returned) if isinstance(returned, Iterable) else None
-    except (Exception, SystemExit) as error:  # a user's function may raise anything, and may not end the run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's function may raise anything, and may not end the run
         raise Interrupted(f"{what} raised {type(error).__name__} for {where}: {error}; mend it and resume") from error
+    finally:
+        _end_of_a_fork(process, what)
     if answers is None:
         raise Interrupted(
             f"{what} returned {reprlib.repr(returned)} for {where}; True or False for every sample is needed. Mend "

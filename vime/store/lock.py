@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 
 from vime.errors import InputError
@@ -17,6 +18,8 @@ LOCK_NAME = ".lock"
 
 class RunLock:
     """Held from construction to ``close``; the system releases it when the process dies, however it dies.
+
+    A fork (a user's function may fork) has no part in it: a copy that lives on does not keep the run locked.
 
     Raises InputError naming the process that holds it.
     """
@@ -37,6 +40,14 @@ class RunLock:
         with disk_errors(str(path)):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
+        own = weakref.ref(self)
+
+        def left_to_the_parent() -> None:
+            lock = own()
+            if lock is not None:
+                lock.close()
+
+        os.register_at_fork(after_in_child=left_to_the_parent)
 
     def close(self) -> None:
         """Let others use the run directory."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from rlkernel.errors import RlkernelError
 from vime.errors import InputError
@@ -47,11 +51,21 @@ class PromptSet:
         self._tokenizer = tokenizer
         self._seed = seed
         self._orders: dict[int, tuple[int, ...]] = {}
+        self._digest = ""
         self._rendered: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def __len__(self) -> int:
         """Number of distinct rows."""
         return len(self.rows)
+
+    def digest(self) -> str:
+        """SHA-256 over all rows: keys, texts, numbers, lists and mappings; of other objects the type alone counts."""
+        if not self._digest:
+            found = hashlib.sha256()
+            for number in range(len(self.rows)):
+                found.update(json.dumps(_plain(self.rows[number]), sort_keys=True).encode() + b"\n")
+            self._digest = found.hexdigest()
+        return self._digest
 
     def row_number(self, prompt_index: int) -> int:
         """Row of a prompt. Raises InputError beyond the last row unless rows repeat."""
@@ -80,6 +94,21 @@ class PromptSet:
     def take(self, first: int, count: int) -> tuple[Prompt, ...]:
         """``count`` prompts from the cursor position ``first`` on."""
         return tuple(self.prompt(first + i) for i in range(count))
+
+
+def _plain(value: Any) -> Any:
+    """A row's content as JSON; floats by their bits."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return f"f64:{value.hex()}"
+    if isinstance(value, Mapping):
+        return {f"{type(key).__name__}:{key}": _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return [str(value.dtype), _plain(value.tolist())]
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def name_row(rows: Sequence[Mapping[str, Any]], namespace: Namespace, number: int) -> str:

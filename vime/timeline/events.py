@@ -60,6 +60,7 @@ __all__ = [
 class RunStarted(Event):
     """The first event. ``pipeline_digest`` covers the settings that decide bits; ``resolved_digest`` all of them.
 
+    ``data_digest`` covers every row of the data source, training and evaluation.
     ``steps`` training steps are numbered from ``first_step``. ``max_staleness`` is how many versions a sample may
     lie behind the policy that trains on it; with ``in_flight_updates`` weights may change under a sample.
     """
@@ -72,6 +73,7 @@ class RunStarted(Event):
     first_step: int = 0
     max_staleness: int = 0
     in_flight_updates: bool = False
+    data_digest: str = ""
     engines: tuple[str, ...] = deployment()
     resolved_digest: str = deployment(default="")
     placement: Mapping[str, Any] = deployment(default_factory=dict)

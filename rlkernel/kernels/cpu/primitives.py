@@ -215,6 +215,25 @@ def subnormals_survive() -> bool:
     return kept_input and kept_result
 
 
+def rounds_to_nearest_even() -> bool:
+    """Whether the calling thread rounds as IEEE 754 does by default; another mode changes almost every sum.
+
+    1 + 2^-24 and 1 + 3 * 2^-24 are ties, 1 + 2^-23 - 2^-25 lies above one; with both signs no other mode gives all six.
+    """
+    added = np.array([2.0**-24, 3 * 2.0**-24, 2.0**-23 - 2.0**-25], np.float32)
+    expected = [0x3F800000, 0x3F800002, 0x3F800001]
+    found = np.empty(6, np.float32)
+    _sums_with_one(added, found)
+    return found.view(np.uint32).tolist() == expected + [bits | 0x80000000 for bits in expected]
+
+
+@kernel
+def _sums_with_one(added, out):
+    for i in range(added.size):
+        out[i] = f32(1.0) + added[i]
+        out[added.size + i] = f32(-1.0) - added[i]
+
+
 @kernel
 def _halve(values):
     return values[0] * f32(0.5)

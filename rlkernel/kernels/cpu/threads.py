@@ -15,7 +15,7 @@ from threading import Barrier, Thread
 from typing import Any
 
 from rlkernel.errors import NumericsError
-from rlkernel.kernels.cpu.primitives import subnormals_survive
+from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even, subnormals_survive
 
 
 def available_cpus() -> int:
@@ -84,14 +84,27 @@ class ThreadPool:
         self._close()
 
 
+def _changed_arithmetic() -> tuple[str, str, str] | None:
+    """What the calling thread does that the contract does not (of one thread, of several), and the remedy."""
+    if not subnormals_survive():
+        what = "subnormal numbers to zero"
+        remedy = "the contract keeps them: call torch.set_flush_denormal(False)"
+        return f"flushes {what} (torch.set_flush_denormal(True)?)", f"flush {what}", remedy
+    if not rounds_to_nearest_even():
+        what = "not round to nearest even"
+        remedy = "the contract does: some library changed the rounding mode (fesetround); set it back"
+        return f"does {what}", f"do {what}", remedy
+    return None
+
+
 class Workers:
     """A fixed set of threads (the caller is one of them) that run kernels over ranges of outputs.
 
-    Every thread is probed for flushed subnormals before the first kernel and whenever :meth:`probe` is
-    called: ``torch.set_flush_denormal(True)`` anywhere in the process flushes in Numba's code too.
+    Every thread is probed for flushed subnormals and another rounding mode before the first kernel and whenever
+    :meth:`probe` is called: ``torch.set_flush_denormal(True)`` or ``fesetround`` holds in Numba's code too.
 
     Raises:
-        NumericsError: a thread flushes subnormal numbers to zero.
+        NumericsError: a thread flushes subnormal numbers to zero, or does not round to nearest even.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -102,25 +115,24 @@ class Workers:
         self.probe()
 
     def probe(self) -> None:
-        """Check in the calling thread and in every worker that subnormal arithmetic is intact."""
-        if not subnormals_survive():
-            raise NumericsError(
-                "this thread flushes subnormal numbers to zero (torch.set_flush_denormal(True)?); "
-                "the contract keeps them: call torch.set_flush_denormal(False)"
-            )
+        """Check in the calling thread and in every worker that subnormals survive and sums round to nearest even."""
+        own = _changed_arithmetic()
+        if own is not None:
+            raise NumericsError(f"this thread {own[0]}; {own[2]}")
         if self._pool is None:
             return
         barrier = Barrier(self.count - 1)
 
-        def check() -> bool:
+        def check() -> tuple[str, str, str] | None:
             barrier.wait(timeout=60)
-            return bool(subnormals_survive())
+            return _changed_arithmetic()
 
         results = [f.result() for f in [self._pool.submit(check) for _ in range(self.count - 1)]]
-        if not all(results):
+        changed = [result for result in results if result is not None]
+        if changed:
+            _, does, remedy = changed[0]
             raise NumericsError(
-                f"{results.count(False)} of {self.count - 1} worker threads flush subnormal numbers to zero; "
-                "the contract keeps them: call torch.set_flush_denormal(False) before the workers start"
+                f"{len(changed)} of {self.count - 1} worker threads {does}; {remedy} before the workers start"
             )
 
     def run(self, kernel: Callable[..., Any], items: int, *arguments: Any, grain: int = 1) -> None:

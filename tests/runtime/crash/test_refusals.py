@@ -97,3 +97,27 @@ def test_another_identity_is_refused(whole: Whole, base: Path, monkeypatch: pyte
         with pytest.raises(InputError, match=r"with the numerical_policy identity .* of the trainer; this process has"):
             PLAIN.finish(moment.path)
     assert differences(whole(PLAIN), PLAIN.finish(moment.path)) == []
+
+
+def test_edited_data_is_refused(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = work / "questions.jsonl"
+    work.mkdir(exist_ok=True)
+    rows = [json.dumps({"text": f"{n:04d}=", "answer": f"{9999 - n:04d}"}) for n in range(12)]
+    data.write_text("\n".join(rows) + "\n")
+    text = PLAIN.pipeline(work / "run")
+    start, rest = text.index("data:"), text.index("stages:")
+    text = text[:start] + f"data: {{source: jsonl, parameters: {{train: {data}}}}}\n" + text[rest:]
+    file = work / "own.yaml"
+    file.write_text(text)
+    override = ("--set", "stages.evaluate.prompts=0", "--set", "stages.evaluate.every=0")
+    assert invoke(["run", str(file), *override]) == 0, capfd.readouterr().err
+    whole = RunView.open(work / "run").records
+    end = next(r.end for r in whole if r.event.type == "sync_committed")
+    os.truncate(work / "run" / LOG_NAME, end)
+    shutil.rmtree(work / "run" / "checkpoints")
+    data.write_text("\n".join([*rows[:-1], rows[-1].replace("answer", "solution")]) + "\n")
+    assert invoke(["resume", str(work / "run")]) == 2
+    assert "gives other rows than when this run began" in capfd.readouterr().err
+    data.write_text("\n".join(rows) + "\n")
+    assert invoke(["resume", str(work / "run")]) == 0
+    assert [r.event for r in RunView.open(work / "run").records][-1] == whole[-1].event
