@@ -40,10 +40,14 @@ def build_inputs(plan: StepPlan, rows: RunningRows, kv: KVPages) -> StepInputs:
     if decode and caught_up.all():
         tokens = rows.last_token[chosen]
     else:
+        # a sequence's newest token is in the rows alone
+        newest = (takes == 1) & caught_up
         tokens = np.concatenate(
             [
-                s.tokens[first:end]
-                for s, first, end in zip(plan.sequences, computed.tolist(), ends.tolist(), strict=True)
+                rows.last_token[row : row + 1] if last else s.tokens[first:end]
+                for s, row, last, first, end in zip(
+                    plan.sequences, chosen.tolist(), newest.tolist(), computed.tolist(), ends.tolist(), strict=True
+                )
             ]
         )
     width = int((ends.max() - 1) // kv.page_size) + 1

@@ -291,14 +291,14 @@ class NativeEngine:
                 f"engine {self.engine_id}: the model sampled token ids from {int(tokens.min())} to "
                 f"{int(tokens.max())}; the vocabulary has {self._vocab_size}"
             )
-        rows.total[chosen] += 1
-        rows.last_token[chosen] = tokens
+        may_end = rows.keep(chosen, records)
         self._counts["tokens_generated"] += len(records)
         ended: list[tuple[SequenceState, FinishReason]] = []
-        for i, (index, token) in enumerate(zip(inputs.sampled.tolist(), tokens.tolist(), strict=True)):
-            reason = plan.sequences[index].append(records[i], token)
+        for i in may_end.tolist():
+            sequence = plan.sequences[inputs.sampled[i]]
+            reason = sequence.end(int(tokens[i]), int(rows.total[sequence.row]))
             if reason is not None:
-                ended.append((plan.sequences[index], reason))
+                ended.append((sequence, reason))
         if not ended:
             return []
         self.scheduler.remove([sequence for sequence, _ in ended])

@@ -157,6 +157,7 @@ class Scheduler:
     def _register(self, sequence: SequenceState, full: int, version: int) -> None:
         # a block's KV depends on all before it: one block of another version makes the rest unfit for sharing
         if self._blocks.written_by(self.rows.table[sequence.row, :full], version):
+            self.rows.sync(sequence)
             keys = sequence.keys(full, self._config.block_size)
             for index in range(sequence.registered, full):
                 self._blocks.register(sequence.blocks[index], version, keys[index])

@@ -21,11 +21,13 @@ TOKEN_RECORD = np.dtype(
         ("sampled_at", np.float64),
     ]
 )
-_FIRST_CAPACITY = 32
 
 
 class SequenceState:
-    """Tokens, records of the generated ones, blocks, and the row among the running sequences (-1 while waiting)."""
+    """Tokens, records of the generated ones, blocks, and the row among the running sequences (-1 while waiting).
+
+    While it runs, its newest tokens are in the rows alone, where a step writes those of all sequences at once.
+    """
 
     def __init__(self, request: RolloutRequest, limit: int, stops: StopStrings | None) -> None:
         self.request = request
@@ -33,10 +35,9 @@ class SequenceState:
         self.limit = limit
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.stops = stops
-        self.tokens = np.empty(self.prompt_length + min(request.params.max_new_tokens, _FIRST_CAPACITY), np.int64)
-        self.tokens[: self.prompt_length] = request.prompt_token_ids
-        self.length = self.prompt_length
-        self.records = np.empty(0, TOKEN_RECORD)
+        self.length = self.prompt_length  # of known tokens, without what a running row holds
+        self._tokens = np.array(request.prompt_token_ids, np.int64)
+        self._records = [np.empty(0, TOKEN_RECORD)]
         self.row = -1
         self.blocks: list[int] = []
         self.registered = 0
@@ -45,8 +46,13 @@ class SequenceState:
         self._keys: list[BlockKey] = []
 
     @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Known tokens, int64 [length]."""
+        return self._tokens[: self.length]
+
+    @property
     def generated(self) -> int:
-        """Number of generated tokens."""
+        """Number of generated tokens among them."""
         return self.length - self.prompt_length
 
     def keys(self, count: int, block_size: int) -> list[BlockKey]:
@@ -57,25 +63,26 @@ class SequenceState:
             self._keys.append(BlockKey.of(parent, self.tokens[first : first + block_size]))
         return self._keys[:count]
 
-    def append(self, record: NDArray[np.void], token: int) -> FinishReason | None:
-        """Keep a sampled token; returns why the sequence ends with it, or None."""
-        count = self.length - self.prompt_length
-        if count == len(self.records):
-            self.records = np.concatenate([self.records, np.empty(max(count, _FIRST_CAPACITY), TOKEN_RECORD)])
-        if self.length == len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.empty(count + _FIRST_CAPACITY, np.int64)])
-        self.records[count] = record
-        self.tokens[self.length] = token
-        self.length += 1
+    def extend(self, records: NDArray[np.void]) -> None:
+        """Keep sampled tokens that the running rows held (:meth:`RunningRows.sync`)."""
+        last = self.length + len(records)
+        if last > len(self._tokens):
+            self._tokens = np.concatenate([self.tokens, np.empty(last, np.int64)])
+        self._tokens[self.length : last] = records["token"]
+        self.length = last
+        self._records.append(records.copy())
+
+    def end(self, token: int, length: int) -> FinishReason | None:
+        """Why the sequence ends with its newest token, which makes it ``length`` tokens long; None if it goes on."""
         if token in self.stop_token_ids or (self.stops is not None and self.stops.push(token) is not None):
             return "stop"
-        if count + 1 == self.request.params.max_new_tokens:
+        if length - self.prompt_length == self.request.params.max_new_tokens:
             return "length"
-        return "context" if self.length == self.limit else None
+        return "context" if length == self.limit else None
 
     def sample(self, reason: FinishReason, engine_id: str, text: str) -> GeneratedSample:
         """The finished sample."""
-        records = self.records[: self.generated]
+        records = np.concatenate(self._records)
         columns = {name: np.ascontiguousarray(records[name]) for name in ("logprob", "digest", "entropy", "sampled_at")}
         return GeneratedSample(
             sample_id=self.request.sample_id,
