@@ -44,9 +44,12 @@ def test_a_profile_of_another_gpu_is_refused(monkeypatch) -> None:
         (HOPPER, "contract.profile", ["device is 'cpu'", "device: cuda"]),
         (("device=cuda", "contract.profile=hopper"), "contract.dtype", ["'float32'", "matrix unit takes bfloat16"]),
         (
-            ("device=cuda", "numerics.trainer=native", "on_mismatch=continue"),
-            "numerics.trainer",
-            ["torch on the CPU", "device: cpu"],
+            (
+                "device=cuda", "numerics.rollout=native", "on_mismatch=continue", "stages.rollout.sampling.top_k=5",
+                "stages.train.require_full_distribution=false",
+            ),
+            "stages.rollout.sampling.top_k",
+            ["whole distributions on a GPU", "top_k: 0"],
         ),
         (("device=cuda", "model.overrides={head_dim: 24}"), "device", ["head_dim = 24", "multiple of 16"]),
     ],
@@ -56,6 +59,12 @@ def test_what_a_device_does_not_compute(monkeypatch, overrides, key, words) -> N
     problems = dict(found(*overrides))
     assert key in problems, problems
     assert all(word in problems[key] for word in words), problems[key]
+
+
+def test_native_kernels_run_on_both_sides_of_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: H200)
+    sides = ("numerics.trainer=native", "numerics.rollout=native", "on_mismatch=continue")
+    assert not found("device=cuda", "contract.profile=hopper", "contract.dtype=bfloat16", *sides)
 
 
 def test_the_device_changes_no_bit() -> None:

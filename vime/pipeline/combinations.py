@@ -106,9 +106,15 @@ def _profile(p: Pipeline) -> Found:
 
 
 def _native_on_gpu(p: Pipeline) -> Found:
-    for side in ("rollout", "trainer"):
-        if p.device == "cuda" and getattr(p.numerics, side) == "native":
-            yield f"numerics.{side}", "'native' computes with torch on the CPU: it needs device: cpu"
+    sampling = p.stages.rollout.sampling
+    if p.device != "cuda" or p.numerics.rollout != "native":
+        return
+    for key, off in (("top_k", 0), ("top_p", 1.0)):
+        if getattr(sampling, key) != off:
+            yield (
+                f"stages.rollout.sampling.{key}",
+                f"numerics.rollout: native draws from whole distributions on a GPU; set {key}: {off}",
+            )
 
 
 def _staleness(p: Pipeline) -> Found:
