@@ -37,7 +37,7 @@ class SequenceState:
         self.stops = stops
         self.length = self.prompt_length  # of known tokens, without what a running row holds
         self._tokens = np.array(request.prompt_token_ids, np.int64)
-        self._records = [np.empty(0, TOKEN_RECORD)]
+        self._records: list[NDArray[np.void]] = []
         self.row = -1
         self.blocks: list[int] = []
         self.registered = 0
@@ -82,7 +82,10 @@ class SequenceState:
 
     def sample(self, reason: FinishReason, engine_id: str, text: str) -> GeneratedSample:
         """The finished sample."""
-        records = np.concatenate(self._records)
+        records, first = np.empty(self.generated, TOKEN_RECORD), 0
+        for part in self._records:
+            records[first : first + len(part)] = part
+            first += len(part)
         columns = {name: np.ascontiguousarray(records[name]) for name in ("logprob", "digest", "entropy", "sampled_at")}
         return GeneratedSample(
             sample_id=self.request.sample_id,
