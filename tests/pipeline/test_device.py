@@ -8,6 +8,7 @@ import pytest
 
 from rlkernel.verify.vectors import gpu
 from tests.pipeline.helpers import loaded, problems_of
+from vime.pipeline.machine import bytes_per_parameter
 from vime.pipeline.prepare import prepare
 from vime.pipeline.schema import bit_relevant
 from vime.pipeline.sizes import bytes_per_block
@@ -51,6 +52,7 @@ def test_a_profile_of_another_gpu_is_refused(monkeypatch) -> None:
             "stages.rollout.sampling.top_k",
             ["whole distributions on a GPU", "top_k: 0"],
         ),
+        (("stages.train.moments=host",), "stages.train.moments", ["device is 'cpu'", "on the host"]),
         (("device=cuda", "model.overrides={head_dim: 24}"), "device", ["head_dim = 24", "multiple of 16"]),
     ],
 )
@@ -80,3 +82,10 @@ def test_pages_on_a_gpu_have_the_contracts_dtype(monkeypatch) -> None:
         for device, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "float32"), ("cuda", "bfloat16"))
     ]
     assert sizes == [2 * 2 * 2 * 16 * 16 * width for width in (4, 4, 4, 2)]
+
+
+def test_moments_on_the_host_leave_the_gpus_memory() -> None:
+    given = ("device=cuda", *HOPPER)
+    everything = bytes_per_parameter(loaded(*given).pipeline)
+    assert everything - bytes_per_parameter(loaded(*given, "stages.train.moments=host").pipeline) == 8
+    assert bytes_per_parameter(loaded("device=cuda").pipeline) - everything == 8  # four copies of weights in float32

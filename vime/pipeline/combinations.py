@@ -117,6 +117,14 @@ def _native_on_gpu(p: Pipeline) -> Found:
             )
 
 
+def _moments(p: Pipeline) -> Found:
+    if p.stages.train.moments == "host" and p.device == "cpu":
+        yield (
+            "stages.train.moments",
+            "'host' keeps the optimizer's moments out of a GPU's memory, and device is 'cpu': all of it is on the host",
+        )
+
+
 def _staleness(p: Pipeline) -> Found:
     if p.max_staleness:
         yield "max_staleness", f"{p.max_staleness} is not implemented: steps train on samples of their own version (0)"
@@ -239,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     _native,
     _profile,
     _native_on_gpu,
+    _moments,
     _staleness,
     _whole_distribution("top_p", 1.0),
     _whole_distribution("top_k", 0),

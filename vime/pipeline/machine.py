@@ -21,6 +21,9 @@ _BYTES_PER_TOKEN = 64  # token, mask, version, both sides' log-probability, entr
 _BYTES_PER_SAMPLE = 4096
 _SPARE = 64 * 2**20
 _BYTES_PER_PARAMETER = 28  # master, both moments, gradient; weights of trainer and engine; what was loaded
+_GPU_BYTES_PER_PARAMETER = 8  # master, gradient
+_MOMENTS = 8
+_COPIES = 4  # of the weights on a GPU: the trainer's two, the served and the staged ones
 _BYTES_PER_SEQUENCE = 96  # bookkeeping of one running sequence, beside its table of blocks
 
 
@@ -96,9 +99,18 @@ def check_kernels(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
 
 def _memory(device: str) -> tuple[str, int]:
     """What holds weights and KV cache, in words, and its bytes."""
-    if device == "cuda" and torch.cuda.is_available():
+    if device == "cuda":
         return "the GPU", int(torch.cuda.get_device_properties(0).total_memory)
     return "this machine", total_memory()
+
+
+def bytes_per_parameter(pipeline: Pipeline) -> int:
+    """Of weights, gradients and optimizer, where both sides compute."""
+    if pipeline.device == "cpu":
+        return _BYTES_PER_PARAMETER
+    width = 2 if pipeline.contract.dtype == "bfloat16" else 4
+    moments = _MOMENTS if pipeline.stages.train.moments == "device" else 0
+    return _GPU_BYTES_PER_PARAMETER + moments + _COPIES * width
 
 
 def estimated_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
@@ -129,8 +141,10 @@ def check_disk(loaded: LoadedPipeline, config: ModelConfig) -> list[Problem]:
 def check_memory(loaded: LoadedPipeline, config: ModelConfig, longest_prompt: int) -> list[Problem]:
     """Weights with their optimizer, and the KV cache, each against the whole memory of what computes."""
     pipeline = loaded.pipeline
+    if pipeline.device == "cuda" and not torch.cuda.is_available():
+        return []  # reported with the device
     where, memory = _memory(pipeline.device)
-    weights = _parameters(config) * _BYTES_PER_PARAMETER
+    weights = _parameters(config) * bytes_per_parameter(pipeline)
     if weights > memory:
         message = f"weights, gradients and optimizer take {_size(weights)}, and {where} has {_size(memory)}"
         return [loaded.problem("model", message)]

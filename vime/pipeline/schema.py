@@ -201,6 +201,8 @@ class Train(Section):
     """Optimizer updates. A step's groups are cut, in order, into ``updates_per_step`` equal parts of one update each.
 
     ``micro_batch_samples`` whole sequences go through the model at a time (gradient accumulation).
+    ``moments``: where AdamW's moments are kept with ``device: cuda``; ``host`` passes them through the GPU in parts at
+    every update, which takes seconds for a large model and 8 bytes a parameter less there.
     ``require_full_distribution`` refuses sampling that removes candidates (top-k, top-p).
     """
 
@@ -210,6 +212,7 @@ class Train(Section):
     updates_per_step: Count = 1
     micro_batch_samples: Count = Field(default=64, json_schema_extra=_NO_BITS)
     activation_checkpointing: bool = Field(default=False, json_schema_extra=_NO_BITS)
+    moments: Literal["device", "host"] = Field(default="device", json_schema_extra=_NO_BITS)
     require_full_distribution: bool = True
 
 

@@ -154,7 +154,7 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
         dtype=pipeline.contract.dtype,
         workers=workers,
         reference=reference,
-        backend=side.place.trainer(workers),
+        backend=side.place.trainer(workers, pipeline.stages.train.moments),
     )
     folder = run_directory / "weights"
     shutil.rmtree(folder, ignore_errors=True)  # publications that a killed process left; this one holds the lock

@@ -108,7 +108,7 @@ class Place(Protocol):
     def pages(self, dtype: str, numerics: Numerics = "exact") -> KVFactory:
         """Makes an engine's KV pages."""
 
-    def trainer(self, workers: Workers) -> TrainerBackend:
+    def trainer(self, workers: Workers, moments: Literal["device", "host"] = "device") -> TrainerBackend:
         """Where a trainer's tensors live."""
 
 
@@ -170,7 +170,7 @@ class CpuPlace:
         """float32 in both dtypes."""
         return PagedKV
 
-    def trainer(self, workers: Workers) -> TrainerBackend:
+    def trainer(self, workers: Workers, moments: Literal["device", "host"] = "device") -> TrainerBackend:
         """Main memory."""
         return CpuBackend(workers)
 
@@ -288,11 +288,11 @@ class GpuPlace:
         null = torch.nan if numerics == "exact" else 0.0
         return partial(DevicePagedKV, dtype=DTYPES[dtype], device=self.device, null=null)
 
-    def trainer(self, workers: Workers) -> TrainerBackend:
-        """GPU memory."""
+    def trainer(self, workers: Workers, moments: Literal["device", "host"] = "device") -> TrainerBackend:
+        """GPU memory; the optimizer's moments there or in the host's."""
         from vime.train.native.device import DeviceBackend
 
-        return DeviceBackend(self.device, workers)
+        return DeviceBackend(self.device, workers, moments)
 
 
 def _say(sentence: str) -> None:

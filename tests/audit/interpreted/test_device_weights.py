@@ -14,11 +14,13 @@ from rlkernel.errors import ContractError, ModelError, NumericsError
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.ops.device.gradients import DeviceGradients
 from rlkernel.ops.gradients import Gradients
+from rlkernel.verify.evidence import Evidence
 from tests.audit.interpreted.device_model import PLACE, config, equal, runners, tensors
 from tests.audit.interpreted.exact_dot import exact_dot
 from vime.train.interface import TrainSample
 from vime.train.losses import LossConfig
-from vime.train.native.device import DeviceBackend
+from vime.train.native.device import DeviceAdamW, DeviceBackend
+from vime.train.native.moments import HostMoments
 from vime.train.native.optimizer import OptimizerConfig
 from vime.train.native.trainer import NativeTrainer, TrainerConfig
 from vime.types import SampleId
@@ -136,3 +138,25 @@ def test_training_checkpoint_and_a_flipped_bit(tmp_path):
     master.view(torch.int32)[0] ^= 1
     with pytest.raises(NumericsError, match=r"element 0 of model\.norm\.weight is not its float32 master"):
         device.train(1, samples())
+
+
+def test_moments_on_the_host_change_no_bit() -> None:
+    shapes = {"b": (3, 7), "a": (40,), "c": (5,)}
+    generator = torch.Generator().manual_seed(5)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    config, evidence = OptimizerConfig(Schedule(1e-2), weight_decay=0.1), Evidence("test")
+    both = [DeviceAdamW(config, tensors, "bfloat16", PLACE, evidence, where) for where in ("device", "host")]
+    both[1]._moments = HostMoments(both[1]._masters, part=16)  # tensors of several parts, and parts of several sizes
+    for _ in range(3):
+        gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        weights = [optimizer.update(gradients)[2] for optimizer in both]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in shapes)
+    states = [optimizer.state() for optimizer in both]
+    for kind in ("master", "moment1", "moment2"):
+        for name in shapes:
+            one, other = (getattr(state, kind)[name] for state in states)
+            assert (one.view(np.uint32) == other.view(np.uint32)).all() and np.abs(one).max() > 0
+    again = DeviceAdamW(config, tensors, "bfloat16", PLACE, evidence, "host")
+    again.restore(states[0])
+    for name, value in again.state().moment2.items():
+        assert (value == states[0].moment2[name]).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from rlkernel.ops.device.weights import device_manifest
 from rlkernel.verify.evidence import Evidence
 from vime.train.native.backend import Dtype, Tensors
 from vime.train.native.model import GradientShape
+from vime.train.native.moments import DeviceMoments, HostMoments, Moments, home
 from vime.train.native.optimizer import (
     OPTIMIZER_IMPLEMENTATIONS,
     TORCH_DTYPES,
@@ -34,11 +35,12 @@ DEVICE_IMPLEMENTATIONS = {
     "loss": OPTIMIZER_IMPLEMENTATIONS["loss"],
 }
 """The policy loss of some thousand tokens stays on the host: its inputs come from there, its checks stop the run."""
+MomentsPlace = Literal["device", "host"]
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 class DeviceAdamW(AdamW):
-    """AdamW whose master and moments are float32 tensors of a device, changed in place.
+    """AdamW whose master is float32 tensors of a device, changed in place; its moments are there too, or on the host.
 
     :meth:`update` returns the same weight tensors every time, with other values.
     """
@@ -46,9 +48,15 @@ class DeviceAdamW(AdamW):
     implementations: Mapping[str, str] = DEVICE_IMPLEMENTATIONS
 
     def __init__(
-        self, config: OptimizerConfig, tensors: Tensors, dtype: Dtype, device: torch.device, evidence: Evidence
+        self,
+        config: OptimizerConfig,
+        tensors: Tensors,
+        dtype: Dtype,
+        device: torch.device,
+        evidence: Evidence,
+        moments: MomentsPlace = "device",
     ) -> None:
-        self.config, self._evidence, self._device = config, evidence, device
+        self.config, self._evidence, self._device, self._where = config, evidence, device, moments
         self._dtype = TORCH_DTYPES[dtype]
         self._powers = BetaPowers(config.beta1, config.beta2)
         self._start(tensors)
@@ -56,8 +64,7 @@ class DeviceAdamW(AdamW):
     def _start(self, tensors: Tensors) -> None:
         names = sorted(tensors)
         self._masters = {name: tensors[name].to(self._device, torch.float32, copy=True) for name in names}
-        self._firsts = {name: torch.zeros_like(value) for name, value in self._masters.items()}
-        self._seconds = {name: torch.zeros_like(value) for name, value in self._masters.items()}
+        self._moments: Moments = (DeviceMoments if self._where == "device" else HostMoments)(self._masters)
         self._weights = {name: torch.empty_like(value, dtype=self._dtype) for name, value in self._masters.items()}
         self._master = self._masters  # type: ignore[assignment]  # names, for the base
 
@@ -69,10 +76,12 @@ class DeviceAdamW(AdamW):
     def _apply(self, gradients: Mapping[str, Any], scalars: AdamWScalars) -> dict[str, torch.Tensor]:
         given = launch_optimizer.scalars_on_device(scalars, self._device)
         clip = torch.tensor([float(scalars.clip)], dtype=torch.float32, device=self._device)
-        for name, master in self._masters.items():
-            launch_optimizer.adamw(
-                master, self._firsts[name], self._seconds[name], gradients[name], self._weights[name], given, clip
+        for part in self._moments.parts():
+            master, gradient, weight = (
+                tensors[part.name].view(-1)[part.first : part.last]
+                for tensors in (self._masters, gradients, self._weights)
             )
+            launch_optimizer.adamw(master, part.first_moment, part.second_moment, gradient, weight, given, clip)
         return dict(self._weights)
 
     def _blame(self, gradients: Mapping[str, Any]) -> str:
@@ -95,20 +104,12 @@ class DeviceAdamW(AdamW):
 
     def state(self) -> AdamWState:
         """The state as it is now, as NumPy arrays of their own."""
-        return AdamWState(_home(self._masters), _home(self._firsts), _home(self._seconds), self._powers)
+        return AdamWState(home(self._masters), *self._moments.state(), self._powers)
 
     def _take(self, state: AdamWState) -> None:
-        for own, saved in (
-            (self._masters, state.master),
-            (self._firsts, state.moment1),
-            (self._seconds, state.moment2),
-        ):
-            for name, tensor in own.items():
-                tensor.copy_(torch.from_numpy(saved[name]))
-
-
-def _home(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in tensors.items()}
+        for name, tensor in self._masters.items():
+            tensor.copy_(torch.from_numpy(state.master[name]))
+        self._moments.take(state.moment1, state.moment2)
 
 
 class DeviceBackend:
@@ -116,12 +117,13 @@ class DeviceBackend:
 
     Args:
         workers: the host's threads, in which the loss runs.
+        moments: where the optimizer's moments are kept: ``device`` or ``host``. It changes no bit.
     """
 
     implementations: Mapping[str, str] = DEVICE_IMPLEMENTATIONS
 
-    def __init__(self, device: torch.device, workers: Workers) -> None:
-        self._device, self._workers = device, workers
+    def __init__(self, device: torch.device, workers: Workers, moments: MomentsPlace = "device") -> None:
+        self._device, self._workers, self._moments = device, workers, moments
 
     def copies(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """On the device."""
@@ -129,7 +131,7 @@ class DeviceBackend:
 
     def optimizer(self, config: OptimizerConfig, tensors: Tensors, dtype: Dtype, evidence: Evidence) -> AdamW:
         """AdamW on the device."""
-        return DeviceAdamW(config, tensors, dtype, self._device, evidence)
+        return DeviceAdamW(config, tensors, dtype, self._device, evidence, self._moments)
 
     def gradients(self, shape: GradientShape) -> DeviceGradients:
         """Buffers on the device."""
