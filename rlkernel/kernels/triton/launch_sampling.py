@@ -26,6 +26,8 @@ from rlkernel.kernels.triton.launch_logprob import (
 
 Tensor = torch.Tensor
 _BLOCK = 1024
+_SAMPLED = LeafTile(rows=1, warps=2, piece=16)
+"""By the compiled code: smaller pieces make scores twice, and more rows need more registers than 128."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def sample(
     _require(z, keys)
     require_shards(shards)
     rows, columns = z.shape
-    tile = leaf_tile or LeafTile()
+    tile = leaf_tile or _SAMPLED
     partials = Partials(rows, triton.cdiv(columns, VOCABULARY_LEAF), z.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=z.device)
     if rows:
