@@ -31,8 +31,8 @@ from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, var
 
 COPY_BANDWIDTH = 4.0e12
 """Bytes a second that a copy reaches on an H200."""
-VARIANTS = ((False, 512), (True, 512), (False, 1 << 20), (False, 2048))
-"""Of the warp-specialised forward: turns at the matrix unit, keys of a split."""
+VARIANTS = ((False, 2, 2048), (True, 2, 2048), (False, 2, 512), (False, 2, 1 << 20))
+"""Of the warp-specialised forward: turns at the matrix unit, stages, keys of a split."""
 
 
 def seconds(function: Callable[[int], object], repeats: int = 12, warmups: int = 3) -> float:
@@ -76,7 +76,7 @@ class Training:
 
         return call
 
-    def specialised(self, pingpong: bool, split: int = 512) -> Callable[[int], Any]:
+    def specialised(self, pingpong: bool, stages: int, split: int) -> Callable[[int], Any]:
         """The warp-specialised forward; another split than the contract's gives other bits, to see what splits cost."""
         out = torch.empty_like(self.sets[0][0])
         lse2 = torch.empty(out.shape[:2], device=DEVICE)
@@ -84,7 +84,7 @@ class Training:
 
         def call(i: int) -> Any:
             q, k, v, _ = self.sets[i % 2]
-            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, pingpong)
+            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, pingpong, stages)
 
         return call
 
@@ -263,10 +263,10 @@ def main() -> int:
                 lambda kind=kind, tile=tile: measure_candidate(training, decoding, kind, tile),
             )  # fmt: skip
     if training is not None and "specialised" in arguments.only:
-        for pingpong, split in VARIANTS:
+        for pingpong, stages, split in VARIANTS:
             record(
-                result, path, f"specialised forward, pingpong {pingpong}, split {split}",
-                lambda p=pingpong, s=split: rate(training.flops, seconds(training.specialised(p, s))),
+                result, path, f"specialised forward, pingpong {pingpong}, stages {stages}, split {split}",
+                lambda p=pingpong, n=stages, s=split: rate(training.flops, seconds(training.specialised(p, n, s))),
             )  # fmt: skip
         record(
             result, path, "specialised backward",

@@ -34,6 +34,7 @@ from rlkernel.reference.attention import attend, attend_backward
 
 DEVICE = "cuda"
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025)
+LONG = (2047, 2048, 2049, 4097)
 Item = dict[str, Any]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -109,9 +110,11 @@ def draw(kind: str, rows: int, heads: tuple[int, int], depth: int, dtype: torch.
         # in queries and keys; a NaN value would be multiplied by the zeros of masked keys
         if rows > 2:
             q[rows // 2, 0, 3] = torch.nan
-            k[2 * rows // 3, 1, 0] = torch.inf
+            k[2 * rows // 3, 1 % heads[1], 0] = torch.inf
             k[rows - 2, 0, 5] = torch.nan
             q[rows // 3, 1, 1] = -torch.inf
+    elif kind == "nan in values":
+        v[rows // 2, 0, 3], v[rows - 2, 1 % heads[1], 0] = torch.nan, -torch.inf
     elif kind != "normal":
         raise ValueError(kind)
     return tuple(x.to(dtype).contiguous() for x in (q, k, v))
@@ -216,7 +219,7 @@ def four_cases(
     yield compare(f"prefill = training, {name}: lse2", found[1], lse2)
     # chunks: keys of later chunks are not there yet
     seen = torch.zeros(len(q), dtype=torch.bool, device=DEVICE)
-    items, cuts = [], [0, 1, 37, 128, 300, 517, 1000, 1 << 30]
+    items, cuts = [], [0, 1, 37, 128, 300, 517, 1000, 2040, 2055, 1 << 30]
     for low, high in pairwise(cuts):
         spans = [(min(low, n), min(high, n)) for n in lengths]
         counts = tuple(b - a for a, b in spans)
@@ -250,7 +253,7 @@ def four_cases(
     yield total(f"chunks = training, {name}, {int(seen.sum())} of {len(q)} rows", items)
     splits = -(-longest // points.split)
     items = []
-    for back in (0, 1, 2, 15, 63, 64, 127, 128, 200, 511, 512):
+    for back in (0, 1, 2, 15, 63, 64, 127, 128, 200, 511, 512, 2047, 2048):
         chosen = [s for s, n in enumerate(lengths) if n > back]
         at = torch.tensor([lengths[s] - 1 - back for s in chosen], dtype=torch.int32, device=DEVICE)
         rows = starts[chosen].long() + at
@@ -276,7 +279,7 @@ def hopper_other_depths() -> Iterator[Item]:
 
 
 def hopper_long() -> Iterator[Item]:
-    yield from against_reference("hopper", "bfloat16", 128, (4095, 4096, 4097), ("normal",), (1, 1))
+    yield from against_reference("hopper", "bfloat16", 128, LONG, ("normal",), (1, 1))
 
 
 def hopper_hazards() -> Iterator[Item]:
@@ -360,31 +363,35 @@ def tiles_3() -> Iterator[Item]:
     yield from tiles(3, 4)
 
 
-def specialised(depth: int, *, gradients: bool) -> Iterator[Item]:
+SPECIALISED_LENGTHS = (
+    (1, 2, 15, 16, 17, 64, 127, 128, 129),
+    (511, 512, 513, 1),
+    (2047, 2048, 2049),
+    (4095, 4096, 4097),
+    (300, 0, 4100, 1, 2177, 77),
+)
+"""Packed batches: edges of tiles, blocks and splits; an empty sequence; lengths that are no multiple of anything."""
+
+
+def specialised(depth: int, heads: tuple[int, int], *, gradients: bool, pingpong: bool = False) -> Iterator[Item]:
     """The warp-specialised kernels against the plain ones."""
     from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, varlen_hopper
 
     forward, backward = entries("hopper", "bfloat16", depth)
     points, gradient_points = attention_points(forward), backward_points(backward)
-    cases = (
-        ((64,), (1, 1)),
-        (LENGTHS, (8, 2)),
-        ((4096,), (1, 1)),
-        ((4096, 3000, 1, 777), (16, 4)),
-        ((4096,) * 4, (32, 8)),
-    )
-    for lengths, heads in cases:
-        q, k, v = draw("normal", sum(lengths), heads, depth, torch.bfloat16, 21)
+    cases = [(lengths, "normal") for lengths in SPECIALISED_LENGTHS]
+    cases += [((5, 129, 700, 2200), kind) for kind in (*KINDS[1:], "nan in values")]
+    for number, (lengths, kind) in enumerate(cases):
+        q, k, v = draw(kind, sum(lengths), heads, depth, torch.bfloat16, 21 + number)
         starts, longest = starts_of(lengths), max(lengths)
         expected = launch.attention_varlen(q, k, v, starts, longest, points, tile=FORWARD_TILES[0])
-        name = f"D={depth}, {len(lengths)} sequences up to {longest}, heads {heads}"
+        name = f"D={depth}, heads {heads}, sequences of {lengths}, {kind}"
         if not gradients:
-            for pingpong in (False, True):
-                out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
-                varlen_hopper(q, k, v, starts, longest, points, out, lse2, pingpong)
-                torch.cuda.synchronize()
-                yield compare(f"out {name}, pingpong {pingpong}", out, expected[0])
-                yield compare(f"lse2 {name}, pingpong {pingpong}", lse2, expected[1])
+            out, lse2 = torch.empty_like(q), torch.empty_like(expected[1])
+            varlen_hopper(q, k, v, starts, longest, points, out, lse2, pingpong)
+            torch.cuda.synchronize()
+            yield compare(f"out {name}", out, expected[0])
+            yield compare(f"lse2 {name}", lse2, expected[1])
             continue
         dout = draw("normal", sum(lengths), heads, depth, torch.bfloat16, 22)[0]
         arguments = (dout, q, k, v, *expected, starts, longest, gradient_points)
@@ -397,19 +404,29 @@ def specialised(depth: int, *, gradients: bool) -> Iterator[Item]:
 
 
 def hopper_specialised() -> Iterator[Item]:
-    yield from specialised(128, gradients=False)
+    yield from specialised(128, (8, 2), gradients=False)
+
+
+def hopper_specialised_groups() -> Iterator[Item]:
+    for heads in ((2, 2), (8, 1)):
+        yield from specialised(128, heads, gradients=False)
 
 
 def hopper_specialised_64() -> Iterator[Item]:
-    yield from specialised(64, gradients=False)
+    yield from specialised(64, (8, 2), gradients=False)
 
 
 def hopper_specialised_gradients() -> Iterator[Item]:
-    yield from specialised(128, gradients=True)
+    yield from specialised(128, (8, 2), gradients=True)
+
+
+def hopper_specialised_gradients_groups() -> Iterator[Item]:
+    for heads in ((2, 2), (8, 1)):
+        yield from specialised(128, heads, gradients=True)
 
 
 def hopper_specialised_gradients_64() -> Iterator[Item]:
-    yield from specialised(64, gradients=True)
+    yield from specialised(64, (8, 2), gradients=True)
 
 
 SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
@@ -424,8 +441,10 @@ SECTIONS: tuple[Callable[[], Iterator[Item]], ...] = (
     portable_bfloat16,
     portable_cases,
     hopper_specialised,
+    hopper_specialised_groups,
     hopper_specialised_64,
     hopper_specialised_gradients,
+    hopper_specialised_gradients_groups,
     hopper_specialised_gradients_64,
     tiles_0,
     tiles_1,

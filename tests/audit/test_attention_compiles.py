@@ -29,8 +29,8 @@ from rlkernel.verify.audit.written import read_written
 
 ARRAYS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 FLOATS = ("lse2", "stash", "stash_rows", "part", "part_m", "part_l", "delta")
-INTEGERS = ("starts", "positions", "table")
-NUMBERS = ("table_step", "sequences", "tiles", "stash_splits", "splits", "rounds", "length")
+INTEGERS = ("starts", "positions", "table", "counter")
+NUMBERS = ("table_step", "sequences", "tiles", "stash_splits", "splits", "length")
 TYPES = {
     **dict.fromkeys(ARRAYS, "*bf16"),
     **dict.fromkeys(FLOATS, "*fp32"),
@@ -131,7 +131,7 @@ def test_warp_specialised_kernels(name: str) -> None:
         "q_desc": _descriptor(queries), "dout_desc": _descriptor(queries), "k_desc": _descriptor(keys),
         "v_desc": _descriptor(keys), "lse_desc": _descriptor(1, 64, "fp32"), "delta_desc": _descriptor(1, 64, "fp32"),
     }  # fmt: skip
-    known = {"QH": 4, "KVH": 2, "D": 64, "SPLIT_BLOCKS": 4, "PINGPONG": False, "REGISTERS": 240}
+    known = {"QH": 4, "KVH": 2, "D": 64, "SPLIT_BLOCKS": 4, "PINGPONG": False, "STAGES": 2, "REGISTERS": 240}
     signature = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
     constants = {argument: known[argument] for argument, kind in signature.items() if kind == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}

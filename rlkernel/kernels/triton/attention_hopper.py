@@ -38,6 +38,9 @@ _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (gl.constexpr(value) for valu
 _SQRT_HALF_BITS = gl.constexpr(constants.SQRT_HALF_BITS)
 _SMALLEST_NORMAL = gl.constexpr(constants.SMALLEST_NORMAL)
 _TWO_TO_24 = gl.constexpr(constants.TWO_TO_24)
+_DIVIDEND_LOW, _DIVIDEND_HIGH = gl.constexpr((127 - 60) << 23), gl.constexpr((127 + 60) << 23)
+_DIVISOR_LOW, _DIVISOR_HIGH = gl.constexpr((127 - 30) << 23), gl.constexpr((127 + 30) << 23)
+"""Bits of float32 numbers between which ``_quotients`` need not divide one by one."""
 
 
 @gluon.jit
@@ -159,19 +162,21 @@ def _weights(x):
 
 @gluon.jit
 def _softmax(s, m, sums, scale2, fresh, limit, MASKED: gl.constexpr, S: gl.constexpr):
-    """Scores of one block -> bf16 weights, new maximum, factor, new row sum. ``fresh``: first block of a split."""
+    """Products of one block -> bf16 weights, new maximum, factor, new row sum. ``fresh``: first block of a split.
+
+    The maximum is taken before the products are scaled: a positive factor keeps their order, rounded or not.
+    """
     rows: gl.constexpr = gl.SliceLayout(1, S)
-    s = s * scale2
     hidden = s
     if MASKED:
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         hidden = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
     m = gl.where(fresh, float("-inf"), m)
     sums = gl.where(fresh, 0.0, sums)
-    new = _larger(m, gl.reduce(hidden, 1, _larger))
+    new = _larger(m, gl.reduce(hidden, 1, _larger) * scale2)
     alpha = _exp2_full(m - new)
     alpha = gl.where(m == float("-inf"), gl.where(new == new, 0.0, new), alpha)
-    x = s - new[:, None]
+    x = s * scale2 - new[:, None]
     if MASKED:
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         x = gl.where(column[None, :] <= limit[:, None], x, float("-inf"))
@@ -181,36 +186,35 @@ def _softmax(s, m, sums, scale2, fresh, limit, MASKED: gl.constexpr, S: gl.const
 
 
 @gluon.jit
-def _item(index, sequences, tiles, starts, QH: gl.constexpr):
-    """Sequence, head, first row and rows of an item; sequences one after the other, their longest tiles first.
-
-    Programs take items forth and back, which balances them.
-    """
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    number = index * programs + gl.where(index % 2 == 0, place, programs - 1 - place)
+def _place(item, sequences, tiles, starts, QH: gl.constexpr):
+    """First row and rows of an item's sequence, its head, its first row: a sequence's longest tiles first."""
     per_sequence = tiles * QH
-    sequence = number // per_sequence
-    inside = number < sequences * per_sequence
-    sequence = gl.where(inside, sequence, 0)
+    sequence = item // per_sequence
     begin = gl.load(starts + sequence)
     count = gl.load(starts + sequence + 1) - begin
-    head = number % QH
-    first_row = (tiles - 1 - number % per_sequence // QH) * (ROWS * GROUPS)
-    return begin, gl.where(inside, count, 0), head, first_row
+    first_row = (tiles - 1 - item % per_sequence // QH) * (ROWS * GROUPS)
+    return begin, count, item % QH, first_row
 
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, starts,
-    sequences, tiles, rounds, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    item_full, item_empty, starts, counter, sequences, tiles, QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: queries of every item, then its key blocks, keys before values."""
+    """The warp that loads: takes the next item, then its queries, keys and values in the order of their use."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    items = sequences * tiles * QH
     done = 0
-    step = 0
-    for index in range(0, rounds):
-        begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
+    k_step = 0
+    v_step = 0
+    item = gl.atomic_add(counter, 1)
+    while item < items:
+        begin, count, head, first_row = _place(item, sequences, tiles, starts, QH)
         if first_row < count:
+            mbarrier.wait(item_empty, (done & 1) ^ 1)
+            item_smem.store(gl.full((1,), item, gl.int32, L))
+            mbarrier.arrive(item_full, count=1)
             mbarrier.wait(q_empty, (done & 1) ^ 1)
             mbarrier.expect(q_full, GROUPS * ROWS * D * 2)
             for group in gl.static_range(GROUPS):
@@ -218,23 +222,40 @@ def _load(
             done += 1
             blocks = first_row // KEYS + 1
             column = head // (QH // KVH) * D
-            for block in range(0, blocks):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), KEYS * D * 2)
-                load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), KEYS * D * 2)
-                load_tile(v_desc, [begin + block * KEYS, column], v_full.index(stage), v_smem.index(stage))
-                step += 1
+            for block in range(0, blocks + 1):  # keys are used one block ahead of the values
+                if block < blocks:
+                    stage = k_step % STAGES
+                    mbarrier.wait(k_empty.index(stage), ((k_step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_full.index(stage), KEYS * D * 2)
+                    load_tile(k_desc, [begin + block * KEYS, column], k_full.index(stage), k_smem.index(stage))
+                    k_step += 1
+                if block > 0:
+                    stage = v_step % STAGES
+                    mbarrier.wait(v_empty.index(stage), ((v_step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(v_full.index(stage), KEYS * D * 2)
+                    load_tile(v_desc, [begin + (block - 1) * KEYS, column], v_full.index(stage), v_smem.index(stage))
+                    v_step += 1
+        item = gl.atomic_add(counter, 1)
+    mbarrier.wait(item_empty, (done & 1) ^ 1)
+    item_smem.store(gl.full((1,), items, gl.int32, L))
+    mbarrier.arrive(item_full, count=1)
+
+
+@gluon.jit
+def _take_item(item_smem, item_full, item_empty, done):
+    """The item that the loading warp took; its slot is free again."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(item_full, done & 1)
+    item = gl.max(item_smem.load(L), 0)
+    mbarrier.arrive(item_empty, count=1)
+    return item
 
 
 @gluon.jit
 def _next_block(
-    block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, my_stash, my_rows,
-    places, local, limit, scale2, turn, turns, group: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, PINGPONG: gl.constexpr,
+    block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, q_empty, k_full, k_empty, v_full, v_empty, my_stash,
+    my_rows, places, local, limit, scale2, turn, turns, group: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr,
+    SPLIT_BLOCKS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, PINGPONG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Start the scores of ``block``; weights of the block before times its values; softmax of ``block`` meanwhile."""
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
@@ -252,14 +273,16 @@ def _next_block(
         mbarrier.arrive(turn.index(1 - group), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:  # the last block of an item
+        mbarrier.arrive(q_empty, count=1)
     fresh = block % SPLIT_BLOCKS == 0
     p, next_m, alpha, next_l = _softmax(s, m, sums, scale2, fresh, limit, MASKED, S)
     # what the next step waits for, already here: ptxas moves the softmax behind the wait for the matrix unit unless a
     # branch stands between them
-    if MASKED:  # the last block of an item
+    if MASKED:
         mbarrier.wait(v_full.index(stage), ((step + 1) // STAGES) & 1)
     else:
-        mbarrier.wait(k_full.index(before), ((step + 2) // STAGES) & 1)
+        mbarrier.wait(k_full.index((step + 2) % STAGES), ((step + 2) // STAGES) & 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
     if fresh:
@@ -274,10 +297,41 @@ def _next_block(
 
 
 @gluon.jit
+def _largest_of_two(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _quotients(x, total, present, ACC: gl.constexpr):
+    """``div.rn(x, total)`` of x [ROWS, D] and total [ROWS]; rows that are not ``present`` may be anything.
+
+    One reciprocal a row, rounded to nearest, then two corrections by fma: the quotient rounded to nearest (Markstein)
+    where nothing leaves the range of normal numbers. Where a number may, all are divided one by one.
+    """
+    reciprocal = gl.div_rn(gl.full_like(total, 1.0), total)
+    total_bits = total.to(gl.int32, bitcast=True)
+    normal = (total_bits >= _DIVISOR_LOW) & (total_bits <= _DIVISOR_HIGH)
+    bits = x.to(gl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    good = (bits == 0) | ((size >= _DIVIDEND_LOW) & (size <= _DIVIDEND_HIGH))
+    bad = gl.where(present[:, None] & ((normal[:, None] & good) == 0), 1, 0)
+    wide, _ = gl.broadcast(total[:, None], x)
+    if gl.reduce(gl.reduce(bad, 1, _largest_of_two), 0, _largest_of_two) == 0:
+        y, _ = gl.broadcast(reciprocal[:, None], x)
+        minus = wide * -1.0
+        quotient = x * y
+        quotient = gl.fma(gl.fma(quotient, minus, x), y, quotient)
+        quotient = gl.fma(gl.fma(quotient, minus, x), y, quotient)
+    else:
+        quotient = gl.div_rn(x, wide)
+    return quotient
+
+
+@gluon.jit
 def _compute(
-    group: gl.constexpr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out, lse2,
-    stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH: gl.constexpr, D: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr, PINGPONG: gl.constexpr,
+    group: gl.constexpr, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    item_full, item_empty, turn, out, lse2, stash, stash_rows, starts, sequences, tiles, stash_splits, scale2,
+    QH: gl.constexpr, D: gl.constexpr, SPLIT_BLOCKS: gl.constexpr, PINGPONG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 rows of every item."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -294,85 +348,83 @@ def _compute(
     my_rows = stash_rows + owner * (2 * ROWS)
     queries = q_smem.index(group)
     limit = group * ROWS + local  # last visible key of an item's last block
+    items = sequences * tiles * QH
     done = 0
     step = 0
     turns = 0
-    for index in range(0, rounds):
-        begin, count, head, first_row = _item(index, sequences, tiles, starts, QH)
-        if first_row < count:
-            blocks = first_row // KEYS + 1
-            mbarrier.wait(q_full, done & 1)
-            done += 1
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-            zero = gl.zeros((ROWS, KEYS), gl.float32, S)
-            s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            m = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
-            sums = gl.zeros((ROWS,), gl.float32, rows_s)
-            acc = gl.zeros((ROWS, D), gl.float32, ACC)
-            largest = m
-            if blocks == 1:
-                p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, True, S)
-                mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-            else:
-                p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, False, S)
-                mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-                for block in range(1, blocks - 1):
-                    p, m, sums, acc, largest = _next_block(
-                        block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full,
-                        v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, False, D,
-                        SPLIT_BLOCKS, S,
-                        ACC, PINGPONG,
-                    )  # fmt: skip
-                    step += 1
-                    turns += 1
+    item = _take_item(item_smem, item_full, item_empty, done)
+    while item < items:
+        begin, count, head, first_row = _place(item, sequences, tiles, starts, QH)
+        blocks = first_row // KEYS + 1
+        mbarrier.wait(q_full, done & 1)
+        done += 1
+        stage = step % STAGES
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+        zero = gl.zeros((ROWS, KEYS), gl.float32, S)
+        s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        m = gl.full((ROWS,), float("-inf"), gl.float32, rows_s)
+        sums = gl.zeros((ROWS,), gl.float32, rows_s)
+        acc = gl.zeros((ROWS, D), gl.float32, ACC)
+        largest = m
+        if blocks == 1:
+            mbarrier.arrive(q_empty, count=1)
+            p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, True, S)
+            mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+        else:
+            p, m, _alpha, sums = _softmax(s, m, sums, scale2, True, limit, False, S)
+            mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+            for block in range(1, blocks - 1):
                 p, m, sums, acc, largest = _next_block(
-                    blocks - 1, step, p, m, sums, acc, largest, queries, k_smem, v_smem, k_full, k_empty, v_full,
-                    v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, True, D, SPLIT_BLOCKS,
-                    S, ACC,
-                    PINGPONG,
+                    block, step, p, m, sums, acc, largest, queries, k_smem, v_smem, q_empty, k_full, k_empty, v_full,
+                    v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, False, D,
+                    SPLIT_BLOCKS, S, ACC, PINGPONG, STAGES,
                 )  # fmt: skip
                 step += 1
                 turns += 1
-            mbarrier.arrive(q_empty, count=1)
-            stage = step % STAGES
-            if first_row + GROUPS * ROWS > count:
-                clear_rows(v_smem.index(stage), count - first_row, KEYS, D)
-                fence_async_shared()
-            acc = warpgroup_mma(
-                gl.convert_layout(p, P), v_smem.index(stage), acc, use_acc=(blocks - 1) % SPLIT_BLOCKS != 0,
-                is_async=True,
+            p, m, sums, acc, largest = _next_block(
+                blocks - 1, step, p, m, sums, acc, largest, queries, k_smem, v_smem, q_empty, k_full, k_empty, v_full,
+                v_empty, my_stash, my_rows, places, local, limit, scale2, turn, turns, group, True, D, SPLIT_BLOCKS, S,
+                ACC, PINGPONG, STAGES,
             )  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
-            largest = _larger(largest, m)
-            total = gl.zeros((ROWS,), gl.float32, rows_s)
-            result = gl.zeros((ROWS, D), gl.float32, ACC)
-            for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
-                part = gl.load(my_stash + split * (ROWS * D) + places)
-                part_m = gl.load(my_rows + split * (2 * ROWS) + local)
-                part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
-                w = _exp2_full(part_m - largest)
-                total = gl.fma(part_l, w, total)
-                wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
-                result = gl.fma(part, wide, result)
-            w = _exp2_full(m - largest)
-            total = gl.fma(sums, w, total)
+            turns += 1
+        stage = step % STAGES
+        if first_row + GROUPS * ROWS > count:
+            clear_rows(v_smem.index(stage), count - first_row, KEYS, D)
+            fence_async_shared()
+        acc = warpgroup_mma(
+            gl.convert_layout(p, P), v_smem.index(stage), acc, use_acc=(blocks - 1) % SPLIT_BLOCKS != 0, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        step += 1
+        largest = _larger(largest, m)
+        total = gl.zeros((ROWS,), gl.float32, rows_s)
+        result = gl.zeros((ROWS, D), gl.float32, ACC)
+        for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
+            part = gl.load(my_stash + split * (ROWS * D) + places)
+            part_m = gl.load(my_rows + split * (2 * ROWS) + local)
+            part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
+            w = _exp2_full(part_m - largest)
+            total = gl.fma(part_l, w, total)
             wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
-            result = gl.fma(acc, wide, result)
-            wide, _ = gl.broadcast(gl.convert_layout(total, rows_o)[:, None], result)
-            result = gl.div_rn(result, wide)
-            row = first_row + group * ROWS + local_o
-            target = out + ((begin + row).to(gl.int64) * QH + head)[:, None] * D + d[None, :]
-            gl.store(target, result.to(gl.bfloat16), mask=(row < count)[:, None])
-            row = first_row + group * ROWS + local
-            gl.store(lse2 + (begin + row).to(gl.int64) * QH + head, largest + _log2_full(total), mask=row < count)
+            result = gl.fma(part, wide, result)
+        w = _exp2_full(m - largest)
+        total = gl.fma(sums, w, total)
+        wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
+        result = gl.fma(acc, wide, result)
+        row = first_row + group * ROWS + local_o
+        result = _quotients(result, gl.convert_layout(total, rows_o), row < count, ACC)
+        target = out + ((begin + row).to(gl.int64) * QH + head)[:, None] * D + d[None, :]
+        gl.store(target, result.to(gl.bfloat16), mask=(row < count)[:, None])
+        row = first_row + group * ROWS + local
+        gl.store(lse2 + (begin + row).to(gl.int64) * QH + head, largest + _log2_full(total), mask=row < count)
+        item = _take_item(item_smem, item_full, item_empty, done)
 
 
-@gluon.jit(do_not_specialize=["sequences", "tiles", "rounds", "stash_splits"])
+@gluon.jit(do_not_specialize=["sequences", "tiles", "stash_splits"])
 def attention_forward_hopper(
     q_desc,
     k_desc,
@@ -382,9 +434,9 @@ def attention_forward_hopper(
     stash,
     stash_rows,
     starts,
+    counter,
     sequences,
     tiles,
-    rounds,
     stash_splits,
     scale2,
     QH: gl.constexpr,
@@ -392,6 +444,7 @@ def attention_forward_hopper(
     D: gl.constexpr,
     SPLIT_BLOCKS: gl.constexpr,
     PINGPONG: gl.constexpr,
+    STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Causal attention of whole packed sequences, bf16, head_dim 64 or 128.
@@ -402,24 +455,29 @@ def attention_forward_hopper(
         out: [N, QH, D]; ``lse2``: float32 [N, QH].
         stash: float32 [programs, 2, stash_splits, 64, D]; ``stash_rows``: float32 [programs, 2, stash_splits, 2, 64].
         starts: int32 [sequences + 1]; ``tiles``: tiles of 128 rows of the longest sequence.
-        rounds: items of a program.
+        counter: int32 [1], 0: items that were taken by a program.
         SPLIT_BLOCKS: key blocks of a split.
         PINGPONG: the groups take turns at the matrix unit; changes no bit.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], v_desc.layout)
+    item_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    item_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    mbarrier.init(item_full, count=1)
     for group in gl.static_range(GROUPS):
         mbarrier.init(turn.index(group), count=1)
     mbarrier.init(q_empty, count=GROUPS)
+    mbarrier.init(item_empty, count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
@@ -431,24 +489,24 @@ def attention_forward_hopper(
             (
                 _compute,
                 (
-                    gl.constexpr(0), q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                    out, lse2, stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D,
-                    SPLIT_BLOCKS, PINGPONG,
+                    gl.constexpr(0), q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, item_full, item_empty, turn, out, lse2, stash, stash_rows, starts, sequences, tiles,
+                    stash_splits, scale2, QH, D, SPLIT_BLOCKS, PINGPONG, STAGES,
                 ),
             ),
             (
                 _compute,
                 (
-                    gl.constexpr(1), q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                    out, lse2, stash, stash_rows, starts, sequences, tiles, rounds, stash_splits, scale2, QH, D,
-                    SPLIT_BLOCKS, PINGPONG,
+                    gl.constexpr(1), q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, item_full, item_empty, turn, out, lse2, stash, stash_rows, starts, sequences, tiles,
+                    stash_splits, scale2, QH, D, SPLIT_BLOCKS, PINGPONG, STAGES,
                 ),
             ),
             (
                 _load,
                 (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    starts, sequences, tiles, rounds, QH, KVH, D,
+                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, item_full, item_empty, starts, counter, sequences, tiles, QH, KVH, D, STAGES,
                 ),
             ),
         ],

@@ -2,8 +2,6 @@
 
 One warp loads tiles by TMA; two groups of four warps compute, each 64 rows of the accumulators. Only the schedule
 differs from ``attention_backward.py``.
-
-``attention_backward`` does not pick these kernels: see ``launch_attention_hopper.backward_hopper``.
 """
 
 from __future__ import annotations

@@ -85,16 +85,15 @@ def _require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_he
     return int(block)
 
 
-def _specialised(points: AttentionPoints, x: torch.Tensor) -> bool:
-    """Whether the warp-specialised forward takes these points and this head_dim on this device."""
-    if (points.mac, points.weights_exp2, points.dtype) != (MMA_SM90, EX2_SM90, "bfloat16") or x.shape[2] not in (
-        64,
-        128,
-    ):
+def _specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> bool:
+    """Whether the warp-specialised kernels take these points and this head_dim on this device."""
+    if (points.mac, points.weights_exp2, points.dtype) != (MMA_SM90, EX2_SM90, "bfloat16"):
         return False
-    if (points.key_block, points.lanes, points.split % 128) != (128, 8, 0):
+    if isinstance(points, AttentionPoints) and (points.key_block, points.lanes, points.split % 128) != (128, 8, 0):
         return False
-    return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
+    if x.shape[2] not in (64, 128) or not x.is_cuda or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -331,6 +330,9 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`attention_varlen`: dout, q, out [N, QH, D], k, v [N, KVH, D], lse2 float32 [N, QH].
 
+    ``dq_tile``, ``dkv_tile``: tuning of the plain kernels; without them the warp-specialised ones run where they can
+    (sm_90, head_dim 64 or 128). Bits are the same.
+
     Returns:
         (dq [N, QH, D], dk [N, KVH, D], dv [N, KVH, D]) in the dtype of ``points``.
 
@@ -350,6 +352,11 @@ def attention_backward(
     block_d = _require_heads(points, q_heads, kv_heads, depth)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not rows or not max_length or not sequences:
+        return dq, dk, dv
+    if dq_tile is None and dkv_tile is None and _specialised(points, q):
+        from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper  # Gluon, on NVIDIA only
+
+        backward_hopper(dout, q, k, v, out, lse2, starts, max_length, points, dq, dk, dv)
         return dq, dk, dv
     delta = torch.empty((rows, q_heads), dtype=torch.float32, device=q.device)
     backward_kernels.row_dots[(triton.cdiv(rows * q_heads, 128),)](

@@ -32,10 +32,12 @@ def varlen_hopper(
     out: torch.Tensor,
     lse2: torch.Tensor,
     pingpong: bool = False,
+    stages: int = 2,
 ) -> None:
     """``attention_varlen`` of the hopper profile, head_dim 64 or 128, into ``out`` and ``lse2``; operands are checked.
 
-    ``pingpong``: the groups of warps take turns at the matrix unit; it changes no bit, and gained nothing on an H200.
+    ``pingpong``: groups of warps take turns at the matrix unit; ``stages``: blocks of keys, and of values, in shared
+    memory. Neither changes a bit.
     """
     _, q_heads, depth = q.shape
     kv_heads, sequences = k.shape[1], len(starts) - 1
@@ -43,13 +45,14 @@ def varlen_hopper(
     items = tiles * sequences * q_heads
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
     splits = max(1, triton.cdiv(max_length, points.split) - 1)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     stash = torch.empty(programs * splits * TILE * depth, dtype=torch.float32, device=q.device)
     stash_rows = torch.empty(programs * splits * TILE * 2, dtype=torch.float32, device=q.device)
     kernels.attention_forward_hopper[(programs,)](
         _tiles(q, 64, depth), _tiles(k, 128, depth), _tiles(v, 128, depth), out, lse2, stash, stash_rows, starts,
-        sequences, tiles, triton.cdiv(items, programs), splits, points.scale2,
+        counter, sequences, tiles, splits, points.scale2,
         QH=q_heads, KVH=kv_heads, D=depth, SPLIT_BLOCKS=points.split // points.key_block, PINGPONG=pingpong,
-        REGISTERS=240, num_warps=4, **compiler_options("cuda"),
+        STAGES=stages, REGISTERS=240, num_warps=4, **compiler_options("cuda"),
     )  # fmt: skip
 
 
@@ -69,10 +72,7 @@ def backward_hopper(
 ) -> None:
     """``attention_backward`` of the hopper profile, head_dim 64 or 128, into dq, dk and dv; operands are checked.
 
-    Not picked by ``attention_backward``. On an H200 it was timed on four sequences of 4,096 tokens, and compared with
-    the plain kernels on one sequence of 64 (no bit differed). With sequences that begin at rows that are no multiples
-    of 4 an earlier version ended with an illegal instruction; since then TMA reads the statistics from aligned columns,
-    and this version has not run on a GPU.
+    TMA reads the row statistics, so a sequence's begin at columns that are multiples of 4 (``row_statistics``).
     """
     rows, q_heads, depth = q.shape
     kv_heads, sequences = k.shape[1], len(starts) - 1
