@@ -12,8 +12,10 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.presets import PRESETS
 from rlkernel.ops.composition import cpu_candidates
 from rlkernel.ops.portable import SwiGlu
+from rlkernel.verify.admission.admit import admit, cases_of
 from rlkernel.verify.admission.certificate import AdmissionRefused
-from rlkernel.verify.admission.store import ensure_certificates, read_certificates
+from rlkernel.verify.admission.parallel import shares
+from rlkernel.verify.admission.store import ensure_certificates, read_certificates, write_certificates
 
 CONTRACT = build_contract(PRESETS["tiny-qwen3"])
 WORKERS = Workers(1)
@@ -77,3 +79,17 @@ def test_certificates_of_processes_that_cannot_be_kept_hold_all_the_same(tmp_pat
     candidates = of("residual_add", "rope")
     found = ensure_certificates(CONTRACT, candidates, WORKERS, folders=[tmp_path], keep=blocked, processes=2)
     assert len(found.made) == 2 and "cannot be kept" in found.notes[-1] and len(found.notes) == 1
+
+
+def test_a_long_region_is_compared_in_shares_and_what_was_kept_is_not_compared_again(tmp_path):
+    cases = cases_of("attention", CONTRACT)
+    parts = shares("attention", cases, CONTRACT)
+    assert len(parts) == 3 and sorted(case for part in parts for case in part) == sorted(cases)
+    assert shares("swiglu", cases, CONTRACT) == [cases]
+    (op,) = (op for _, op in of("attention"))
+    write_certificates([admit(op, "attention", parts[0], CONTRACT, workers=WORKERS)], tmp_path)
+    given = {"folders": [tmp_path], "keep": tmp_path, "processes": 2}
+    found = ensure_certificates(CONTRACT, of("attention"), WORKERS, **given)
+    assert [c.cases for c in found.certificates] == parts and [c.cases for c in found.made] == parts[1:]
+    # one process takes the certificates of several
+    assert ensure_certificates(CONTRACT, of("attention"), WORKERS, folders=[tmp_path], keep=tmp_path).made == ()

@@ -74,13 +74,13 @@ def admit(
     identity = identity_of(candidate, target)
     entries = entry_digests(contract, region, cases)
     admission = Comparison(candidate, region, contract, workers or Workers(), budget, say)
-    groups = _groups(region, cases, contract)
+    shared = groups(region, cases, contract)
     with one_torch_thread():
-        for group in groups:
+        for group in shared:
             admission.compare_group(group, seed)
         links = [Link("interpreter", identity.implementation, admission.outputs)]
         if budget.chained and region in LINEAR and contract.entries[(cases[0], region)].primitive("mac") == FMA:
-            links += _chain(admission, groups, seed)
+            links += _chain(admission, shared, seed)
     return Certificate(
         implementation=identity.implementation,
         source=identity.source,
@@ -99,22 +99,22 @@ def admit(
     )
 
 
-def _chain(admission: Comparison, groups: Sequence[tuple[str, ...]], seed: int) -> list[Link]:
+def _chain(admission: Comparison, shared: Sequence[tuple[str, ...]], seed: int) -> list[Link]:
     """interpreter = plain kernel, and plain kernel = candidate over many more outputs than the interpreter can do."""
     plain = admission.of(PlainLinear())
     compared = 0
-    for group in groups:
+    for group in shared:
         plain.compare_group(group[:1], seed)
         compared += admission.compare_long(PlainLinear(), group, seed)
     name = PlainLinear.implementation
     return [Link("interpreter", name, plain.outputs), Link(name, admission.implementation, compared)]
 
 
-def _groups(region: str, cases: tuple[str, ...], contract: Contract) -> list[tuple[str, ...]]:
+def groups(region: str, cases: tuple[str, ...], contract: Contract) -> list[tuple[str, ...]]:
     """Cases that share problems and entries: the interpreter runs once for each group."""
-    groups: dict[Any, list[str]] = {}
+    found: dict[Any, list[str]] = {}
     for case in cases:
         kind = "paged" if region == "attention" and case.startswith("rollout") else case in (BACKWARD, OPTIMIZER)
         points = tuple(value for name, value in entry_digests(contract, region, (case,)))
-        groups.setdefault((kind, points), []).append(case)
-    return [tuple(group) for group in groups.values()]
+        found.setdefault((kind, points), []).append(case)
+    return [tuple(group) for group in found.values()]

@@ -7,6 +7,7 @@ keeps its certificate before it answers, so that what was compared is not lost i
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -16,17 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rlkernel.contract.build import Contract
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.threads import Workers, available_cpus
-from rlkernel.verify.admission.admit import admit
+from rlkernel.verify.admission.admit import admit, groups
 from rlkernel.verify.admission.budget import Budget
 from rlkernel.verify.admission.certificate import AdmissionRefused, Certificate, certificate_from_json
 
 MOST = 16
-_LONG = ("attention", "logprob", "qkv_proj", "gate_up_proj", "down_proj", "o_proj")  # these start first
+_SPLIT = ("logprob", "attention")
+_LONG = (*_SPLIT, "qkv_proj", "gate_up_proj", "down_proj", "o_proj")  # these start first
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class Pending:
     def what(self) -> str:
         """In words."""
         return f"{self.op.implementation} for {self.region}"
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...]]:
+        """What a certificate of it is for."""
+        return self.region, self.cases
+
+
+def shares(region: str, cases: tuple[str, ...], contract: Contract) -> list[tuple[str, ...]]:
+    """Cases that one process compares: of the regions that take longest, those that share an entry, else all."""
+    return groups(region, cases, contract) if region in _SPLIT else [cases]
 
 
 def processes_here() -> int:
@@ -70,7 +83,7 @@ def admit_in_processes(
     started = time.monotonic()
     first = {region: place for place, region in enumerate(_LONG)}
     waiting = deque(sorted(pending, key=lambda item: first.get(item.region, len(first))))
-    found: dict[str, Certificate] = {}
+    found: dict[tuple[str, tuple[str, ...]], Certificate] = {}
     notes: list[str] = []
     with _children() as running:
         while waiting or running:
@@ -82,13 +95,13 @@ def admit_in_processes(
                 certificate, note = _result(connection, process, item)
                 process.join()
                 del running[connection]
-                found[item.region] = certificate
+                found[item.key] = certificate
                 notes += [note] if note else []
                 say(
                     f"{len(found)} of {len(pending)} compared after {time.monotonic() - started:.0f} s: {item.what}, "
                     f"{certificate.outputs:,} outputs, none differs"
                 )
-    return [found[item.region] for item in pending], notes
+    return [found[item.key] for item in pending], notes
 
 
 _Running = dict[Connection, tuple[Any, Pending]]
@@ -126,6 +139,7 @@ def _admit_one(
     from rlkernel.verify.admission.store import write_certificates
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process of a terminal: the parent speaks
+    Thread(target=_end_with_parent, daemon=True).start()
     try:
         certificate = admit(item.op, item.region, item.cases, contract, target, budget, workers=Workers(1))
         note = ""
@@ -141,6 +155,14 @@ def _admit_one(
         answer = {"failed": f"{type(error).__name__}: {error}"}
     connection.send(answer)
     connection.close()
+
+
+def _end_with_parent() -> None:
+    """Whoever kills the parent has no use for what this process makes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _result(connection: Connection, process: Any, item: Pending) -> tuple[Certificate, str]:

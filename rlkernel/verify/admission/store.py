@@ -24,7 +24,7 @@ from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.admission.admit import admit, cases_of
 from rlkernel.verify.admission.budget import BUDGETS, QUICK, Budget
 from rlkernel.verify.admission.certificate import Certificate, certificate_from_json, invalid_because
-from rlkernel.verify.admission.parallel import Pending, admit_in_processes
+from rlkernel.verify.admission.parallel import Pending, admit_in_processes, shares
 from rlkernel.verify.admission.sources import identity_of
 
 
@@ -137,18 +137,19 @@ def ensure_certificates(
     """
     notes: list[str] = []
     known = [c for folder in folders or (user_folder(),) for c in read_certificates(folder, notes.append)]
-    all_of: dict[str, list[Certificate]] = {}
+    all_of: dict[tuple[str, tuple[str, ...]], list[Certificate]] = {}
     pending: list[Pending] = []
     for region, op in candidates:
-        cases = cases_of(region, contract)
-        if not cases:
+        every = cases_of(region, contract)
+        if not every:
             continue
-        found, reasons = valid_certificates(known, op, contract, region, cases, target, budget)
-        all_of[region] = found
-        if not found:
-            why = f"; a certificate that was kept does not count: {'; '.join(reasons)}" if reasons else ""
-            say(f"admission of {op.implementation} for {region} ({contract.profile}, {contract.dtype}){why}")
-            pending.append(Pending(region, op, cases))
+        for cases in shares(region, every, contract) if processes > 1 else [every]:
+            found, reasons = valid_certificates(known, op, contract, region, cases, target, budget)
+            all_of[region, cases] = found
+            if not found:
+                why = f"; a certificate that was kept does not count: {'; '.join(reasons)}" if reasons else ""
+                say(f"admission of {op.implementation} for {region} ({contract.profile}, {contract.dtype}){why}")
+                pending.append(Pending(region, op, cases))
     place = user_folder() if keep is None else keep
     if processes > 1 and len(pending) > 1:
         made, found_notes = admit_in_processes(pending, contract, target, budget, place, processes, say)
@@ -160,5 +161,5 @@ def ensure_certificates(
         except OSError as error:  # they hold for this process all the same
             notes.append(f"certificates cannot be kept, so that the next run compares again: {error}")
     for item, certificate in zip(pending, made, strict=True):
-        all_of[item.region] = [certificate]
-    return Admitted(tuple(c for found in all_of.values() for c in found), tuple(made), tuple(notes))
+        all_of[item.key] = [certificate]
+    return Admitted(tuple(dict.fromkeys(c for found in all_of.values() for c in found)), tuple(made), tuple(notes))
