@@ -317,3 +317,52 @@ def test_a_dependency_that_rounding_hides_is_no_missing_and_no_extra_one():
     assert found is not None and "changes with row 0 of input 0, on which it may not depend" in found
     found = dependency_difference(alone, seen, problem, False)
     assert found is not None and "does not change with row 0 of input 0, on which it has to depend" in found
+
+
+class Changed(SwiGlu):
+    """The portable operation, and what ``change`` does to its inputs and outputs."""
+
+    def __init__(self, change):
+        super().__init__()
+        self._change = change
+
+    def forward(self, region, inputs, host):
+        outputs, saved = super().forward(region, inputs, host)
+        return self._change(inputs, outputs), saved
+
+
+def test_a_class_that_writes_to_its_inputs_is_refused():
+    def overwrite(inputs, outputs):
+        inputs[1][...] = 0
+        return outputs
+
+    with pytest.raises(AdmissionRefused, match="it writes to its input 1, which its caller needs as it was"):
+        admit(Changed(overwrite), "swiglu", "trainer_forward", CONTRACTS["float32"], workers=WORKERS)
+
+
+def test_a_class_that_gives_one_buffer_again_is_refused():
+    buffer = np.empty(1 << 20, np.float32)
+
+    def reuse(inputs, outputs):
+        out = buffer[: outputs[0].size].reshape(outputs[0].shape)
+        out[...] = outputs[0]
+        return (out,)
+
+    with pytest.raises(AdmissionRefused, match="a later call altered an earlier result"):
+        admit(Changed(reuse), "swiglu", "trainer_forward", CONTRACTS["float32"], workers=WORKERS)
+
+
+def test_a_class_that_ends_the_process_is_refused():
+    def leave(inputs, outputs):
+        raise SystemExit(0)
+
+    with pytest.raises(AdmissionRefused, match="it raised SystemExit: 0, which is no Exception"):
+        admit(Changed(leave), "swiglu", "trainer_forward", CONTRACTS["float32"], workers=WORKERS)
+
+
+def test_an_interruption_of_the_user_s_is_no_failure_of_the_kernel():
+    def interrupt(inputs, outputs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        admit(Changed(interrupt), "swiglu", "trainer_forward", CONTRACTS["float32"], workers=WORKERS)

@@ -66,6 +66,72 @@ def strict(stream, branch):
     return stream + branch
 
 
+def leaves(stream, branch):
+    raise SystemExit(0)
+
+
+class Own(BaseException):
+    pass
+
+
+def own_end(stream, branch):
+    raise Own("no more")
+
+
+def leaves_at_views(stream, branch):
+    if not stream.is_contiguous():
+        raise SystemExit(0)
+    return stream + branch
+
+
+def in_place(stream, branch):
+    stream += branch
+    return stream
+
+
+def clobbers(stream, branch):
+    y = stream + branch
+    branch.zero_()
+    return y
+
+
+def late_clobber(stream, branch):
+    y = stream + branch
+    if not stream.is_contiguous():
+        stream.zero_()
+    return y
+
+
+BUFFERS = {}
+
+
+def static(stream, branch):
+    out = BUFFERS.setdefault(tuple(stream.shape), torch.empty_like(stream).contiguous())
+    return torch.add(stream, branch, out=out)
+
+
+RING = [np.empty(60_000, np.float32) for _ in range(3)]
+CALLS = [0]
+
+
+def ring_numpy(stream, branch):
+    CALLS[0] += 1
+    out = RING[CALLS[0] % 3][: stream.size].reshape(stream.shape)
+    return np.add(stream, branch, out=out)
+
+
+SEEN = set()
+
+
+def right_once(stream, branch):
+    y = stream + branch
+    key = (tuple(stream.shape), stream.is_contiguous(), stream.numpy().tobytes(), branch.numpy().tobytes())
+    if key in SEEN and len(stream) > 8:
+        y.view(-1).view(torch.int32)[-1] ^= 1
+    SEEN.add(key)
+    return y
+
+
 def nothing(x, weight, eps):
     return None
 
@@ -159,6 +225,30 @@ def test_a_failing_kernel_is_refused_with_its_own_words(
     assert call(f"{own}:{name}", "--region", region) == 1
     out = capsys.readouterr().out
     assert words in out and f"it is called as {SIGNATURES[region]}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("leaves", [], "it raised SystemExit: 0, which is no Exception: it would have ended the process"),
+        ("own_end", [], "it raised Own: no more, which is no Exception"),
+        ("leaves_at_views", [], "it raised SystemExit: 0"),
+        ("in_place", [], "it writes to its argument 1, which its caller needs as it was"),
+        ("in_place", ["--takes", "numpy"], "it writes to its argument 1"),
+        ("in_place", ["--dtype", "bfloat16"], "it writes to its argument 1"),
+        ("clobbers", [], "it writes to its argument 2"),
+        ("late_clobber", [], "it writes to its argument 1"),
+        ("static", [], "it returns memory that an earlier call returned"),
+        ("ring_numpy", ["--takes", "numpy"], "it returns memory that an earlier call returned"),
+        ("right_once", [], "the same inputs gave the contract's bits at the first call and others at a later one"),
+    ],
+)
+def test_a_kernel_that_harms_its_caller_is_refused_though_its_bits_are_right(
+    own: str, capsys: Capture, name: str, options: list[str], words: str
+) -> None:
+    assert call(f"{own}:{name}", "--region", "residual_add", *options) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"refused: user.own_kernels.py:{name} is not residual_add") and words in out
 
 
 @pytest.mark.parametrize(

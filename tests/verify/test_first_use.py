@@ -114,6 +114,37 @@ def test_a_flipped_bit_is_found_at_the_first_call(kind, case):
     assert r.evidence.as_json()["refused"] == [sentence]
 
 
+class Writing:
+    """An operation that gives the right bits and writes to what it was given, where no checked row lies."""
+
+    def __init__(self, op, backward):
+        self._op, self._backward, self.implementation = op, backward, op.implementation
+
+    def forward(self, region, inputs, host):
+        outputs, saved = self._op.forward(region, inputs, host)
+        if not self._backward:
+            inputs[0][1, ...] = 0
+        return outputs, saved
+
+    def backward(self, region, saved, grads, host):
+        found = self._op.backward(region, saved, grads, host)
+        if self._backward:
+            grads[0][1, ...] = 0
+        return found
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "o_proj", "swiglu", "attention"])
+@pytest.mark.parametrize("case", ["trainer_forward", "trainer_backward"])
+def test_an_operation_that_writes_to_its_inputs_is_found_at_the_first_call(kind, case):
+    def change(composition):
+        return replace(
+            composition, ops={**composition.ops, kind: Writing(composition.ops[kind], case == "trainer_backward")}
+        )
+
+    with pytest.raises(NumericsError, match=rf"\({kind}, {case}\): it writes to .*, which its caller needs"):
+        train(checked(change))
+
+
 class FlippedHead:
     """The head with one bit changed."""
 

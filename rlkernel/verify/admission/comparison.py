@@ -15,6 +15,7 @@ from rlkernel.verify.admission.bits import Difference, Results, compare
 from rlkernel.verify.admission.budget import Budget
 from rlkernel.verify.admission.certificate import BACKWARD, AdmissionRefused
 from rlkernel.verify.admission.classes import ALONE, VIEWS, VIEWS_REFUSED
+from rlkernel.verify.admission.conduct import Misconduct, Untouched, called, inputs_by_name
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.explain import Evidence, Explanation, explain
 from rlkernel.verify.admission.generate import problems_of
@@ -23,6 +24,8 @@ from rlkernel.verify.admission.influence import dependency_difference, right_on_
 from rlkernel.verify.admission.plan import Plan
 from rlkernel.verify.admission.problem import Problem
 from rlkernel.verify.admission.step import STEP_REGIONS, ReferenceStep, StepProblem, step_problems
+
+OTHERWISE = "the same inputs gave the contract's bits at the first call and others at a later one"
 
 
 class Comparison:
@@ -67,9 +70,14 @@ class Comparison:
 
     def _run(self, operation: Any, problem: Any, case: str) -> Results:
         if isinstance(problem, StepProblem):
-            found: Results = operation.run(problem.arguments, self._workers, self._bf16)
+            found: Results = called(operation.run, problem.arguments, self._workers, self._bf16)
             return found
-        results = self._executor.run(operation, problem, case)
+        if operation is self._candidate:
+            inputs = Untouched(inputs_by_name(problem))
+            results: Results = called(self._executor.run, operation, problem, case)
+            inputs.confirm()
+        else:
+            results = self._executor.run(operation, problem, case)
         compared = getattr(self._candidate, "compared", None)  # a function may give only some of a region's outputs
         return results if compared is None else {name: results[name] for name in compared}
 
@@ -83,6 +91,7 @@ class Comparison:
             self._seen = []
             for problem in problems:
                 self._compare(reference, problem, cases, list(problems))
+            self._compare_again(cases[0])
             rounds += 1
 
     def compare_long(self, plain: Any, cases: tuple[str, ...], seed: int) -> int:
@@ -98,6 +107,9 @@ class Comparison:
                 if difference is not None:
                     sentence = "it parts from the plain kernel on a problem too large for the interpreter"
                     self._refuse_with(problem, case, difference, Explanation(None, sentence, False), "many tiles")
+                _, difference = compare(want, self._candidate_results(problem, case))
+                if difference is not None:
+                    self._refuse_with(problem, case, difference, Explanation(None, OTHERWISE, True), "called again")
             self.shape_classes.add(problem.shape_class)
             self._say(
                 f"{self._region}: {problem.shape_class}, {problem.name}: {total} outputs equal the plain kernel's"
@@ -126,15 +138,31 @@ class Comparison:
         try:
             return self._run(self._candidate, problem, case)
         except Exception as error:  # a user's kernel may raise anything
-            raise self._refusal(
-                f"{case}: it fails on a problem that the contract defines "
-                f"({problem.shape_class}, {problem.name}): {type(error).__name__}: {error}",
-                {
-                    "case": case,
-                    "problem": f"{problem.shape_class}, {problem.name}",
-                    "failure": f"{type(error).__name__}: {error}",
-                },
-            ) from error
+            raise self._failure(problem, case, error) from error
+
+    def _compare_again(self, case: str) -> None:
+        """Each problem of the round once more, after all the others: the same bits, and the first results as they were.
+
+        What a kernel does at a call that comes later than these is not seen.
+        """
+        for one in self._seen:
+            _, difference = compare(one.want, one.have)
+            if difference is not None:
+                sentence = "it was right when it was returned: a later call altered an earlier result"
+                self._refuse_with(one.problem, case, difference, Explanation(None, sentence, True), "looked at again")
+            _, difference = compare(one.want, self._candidate_results(one.problem, case))
+            if difference is not None:
+                self._refuse_with(one.problem, case, difference, Explanation(None, OTHERWISE, True), "called again")
+
+    def _failure(self, problem: Any, case: str, error: Exception) -> AdmissionRefused:
+        place = f"{problem.shape_class}, {problem.name}"
+        if isinstance(error, Misconduct):
+            return self._refusal(f"{case}: {error} ({place})", {"case": case, "problem": place, "failure": str(error)})
+        said = f"{type(error).__name__}: {error}"
+        return self._refusal(
+            f"{case}: it fails on a problem that the contract defines ({place}): {said}",
+            {"case": case, "problem": place, "failure": said},
+        )
 
     def _compare_alone(self, problem: Problem, want: Results, cases: tuple[str, ...]) -> None:
         """Rows without their neighbours have the bits that they have among them."""
@@ -163,6 +191,8 @@ class Comparison:
         except ContractError:
             self.shape_classes.add(VIEWS_REFUSED)
             return
+        except Misconduct as error:
+            raise self._failure(views, cases[0], error) from error
         compared, difference = compare(want, have)
         self.outputs += compared
         self.shape_classes.add(VIEWS)

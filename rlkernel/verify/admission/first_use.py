@@ -2,7 +2,8 @@
 
 A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA chains
 by the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and
-both patterns. On by default; it costs one call of each region and case a few rows.
+both patterns; so is an implementation that writes to what it is given. On by default; it costs one call of each region
+and case a few rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rlkernel.models.definition import Region
 from rlkernel.ops.composition import Composition
 from rlkernel.ops.host import Host, TokenBatch
 from rlkernel.verify.admission.bits import Results, compare
+from rlkernel.verify.admission.conduct import Misconduct, Untouched
 from rlkernel.verify.admission.execute import reference_operation
 from rlkernel.verify.admission.first_use_slices import (
     attention_backward_slice,
@@ -79,6 +81,15 @@ class FirstUse:
         """Whether this is the first call with any rows."""
         return rows > 0 and (region, case) not in self._done
 
+    def unchanged(self, region: Region, case: str, given: Untouched) -> None:
+        """Raises NumericsError where an implementation wrote to its inputs, which other regions read too."""
+        try:
+            given.confirm()
+        except Misconduct as error:
+            sentence = f"{region.name} ({region.kind}, {case}): {error}"
+            self._evidence.refused.append(sentence)
+            raise NumericsError(sentence) from error
+
     def confirm(self, region: Region, case: str, rows: Sequence[int], expected: Results, found: Results) -> None:
         """Record a comparison. Raises NumericsError where a bit differs; ``rows`` are those of the first axis."""
         compared, difference = compare(expected, found)
@@ -110,10 +121,14 @@ class CheckedOp:
 
     def forward(self, region: Region, inputs: Sequence[Any], host: Host) -> tuple[tuple[Any, ...], Any]:
         """The implementation's forward; see :class:`rlkernel.ops.portable.RegionOp`."""
-        outputs, saved = self._op.forward(region, inputs, host)
         count = len(host.batch.tokens)
         if self._checks.due(region.kind, host.case, count):
+            given = Untouched({f"its input {name}": x for name, x in zip(region.inputs, inputs, strict=False)})
+            outputs, saved = self._op.forward(region, inputs, host)
+            self._checks.unchanged(region, host.case, given)
             self._check_forward(region, inputs, outputs, host)
+        else:
+            outputs, saved = self._op.forward(region, inputs, host)
         keeps = host.case in ("trainer_forward", "trainer_recompute")
         if keeps and self._checks.due(region.kind, "trainer_backward", count):
             return outputs, Kept(saved, tuple(inputs), tuple(outputs))
@@ -155,7 +170,10 @@ class CheckedOp:
             slices = embedding_backward_slice(region, kept.inputs[0], grads[0], host)
         else:
             slices = self._row_slice(region, kept, grads, rows, host)
+        named = {f"the gradient of its output {name}": x for name, x in zip(region.outputs, grads, strict=False)}
+        given = Untouched({**named, **{f"its input {n}": x for n, x in zip(region.inputs, kept.inputs, strict=False)}})
         result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
+        self._checks.unchanged(region, host.case, given)
         self._checks.confirm(region, host.case, slices.rows, slices.expected, slices.found(result))
         return result
 
@@ -199,13 +217,18 @@ class CheckedHead:
 
     def forward(self, region: Region, x: Array, targets: Any, temperature: float, host: Host) -> Any:
         """Statistics of rows."""
+        due = self._checks.due(region.kind, host.case, len(x))
+        given = Untouched({"its rows": x, "its targets": targets} if due else {})
         found = self._head.forward(region, x, targets, temperature, host)
+        self._checks.unchanged(region, host.case, given)
         self._check(region, x, targets, temperature, host, found)
         return found
 
     def sample(self, region: Region, x: Array, keys: Any, temperature: float, host: Host) -> tuple[Any, Any]:
         """Drawn tokens and their statistics."""
+        given = Untouched({"its rows": x} if self._checks.due(region.kind, host.case, len(x)) else {})
         drawn, found = self._head.sample(region, x, keys, temperature, host)
+        self._checks.unchanged(region, host.case, given)
         self._check(region, x, drawn, temperature, host, found)
         return drawn, found
 
@@ -227,7 +250,9 @@ class CheckedHead:
         expected = head_backward_slice(
             self._checks.contract, region, x[rows], targets[rows], temperature, coefficient[rows], host
         )
+        given = Untouched({"its rows": x, "its targets": targets, "its coefficients": coefficient})
         found = self._head.backward(region, x, targets, temperature, coefficient, host)
+        self._checks.unchanged(region, host.case, given)
         columns = np.arange(expected["gradient of hidden"].shape[1])
         have = {"gradient of hidden": np.ascontiguousarray(found[rows][:, columns])}
         self._checks.confirm(region, host.case, rows.tolist(), expected, have)

@@ -19,6 +19,7 @@ from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.ops.weights import DTYPES
+from rlkernel.verify.admission.conduct import Held, Misconduct, Untouched, called
 from rlkernel.verify.admission.sources import cpu_toolchain, files_of_function, torch_toolchain
 
 Library = Literal["torch", "numpy"]
@@ -71,7 +72,9 @@ def find_function(name: str) -> Callable[..., Any]:
         module = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ContractError:
         raise
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything
         raise ContractError(f"importing {place} raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -132,6 +135,7 @@ class UserOp:
         self.toolchain = (*cpu_toolchain(), *torch_toolchain(device))
         self.compared = ("logprob",) if region == "logprob" and case != "trainer_backward" else None
         self._function, self._library, self._device, self._dtype = function, library, device, DTYPES[dtype]
+        self._held = Held()
         self._gradient = case == "trainer_backward"
         self._threads = torch.get_num_threads()  # the interpreter runs on one; a function may cut its sums by threads
         signature(region, case)
@@ -162,11 +166,25 @@ class UserOp:
     def _weight(self, host: Host, name: str) -> Any:
         return self._give(as_float32(host.weights.tensors[name]))  # type: ignore[attr-defined]
 
-    def _call(self, *arguments: Any) -> Any:
+    def _call(self, *arguments: Any, continues: bool = False) -> Any:
+        """Call the function; ``continues``: its last argument is a gradient that it may continue in place.
+
+        Raises Misconduct where it ends the process, writes to an input, or returns the memory of an earlier result.
+        """
+        inputs = arguments[:-1] if continues else arguments
+        untouched = Untouched({f"its argument {i + 1}": value for i, value in enumerate(inputs)})
+        result = self._called(arguments)
+        untouched.confirm()
+        self._held.take(result)
+        return result
+
+    def _called(self, arguments: tuple[Any, ...]) -> Any:
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            return self._function(*arguments)
+            return called(self._function, *arguments)
+        except Misconduct:
+            raise
         except Exception as error:
             if all(_contiguous(x) for x in arguments):
                 raise
@@ -236,7 +254,9 @@ class UserOp:
         if kind == "embedding":
             buffer = host.gradients.embedding(region.weights[0])
             buffer[:] = self._take(
-                self._call(self._give(grads[0]), self._give(saved[0]), self._give(buffer, torch.float32))
+                self._call(
+                    self._give(grads[0]), self._give(saved[0]), self._give(buffer, torch.float32), continues=True
+                )
             )
             return ()
         if kind in NORMS:
@@ -255,7 +275,7 @@ class UserOp:
         buffer, flat = host.gradients.buffer(name), (-1, x.shape[-1])
         dx, dw = self._call(
             self._give(dy.reshape(flat)), self._give(x.reshape(flat)), self._weight(host, name), self._eps(host),
-            self._give(buffer, torch.float32),
+            self._give(buffer, torch.float32), continues=True,
         )  # fmt: skip
         buffer[:] = self._take(dw)
         return self._take(dx, x.shape)
@@ -266,8 +286,9 @@ class UserOp:
         buffer = host.gradients.buffer(name)
         rows = x.reshape(len(x), int(np.prod(x.shape[1:])))
         dx, dw = self._call(
-            self._give(dy), self._give(rows), self._weight(host, name), self._give(buffer, torch.float32)
-        )
+            self._give(dy), self._give(rows), self._weight(host, name), self._give(buffer, torch.float32),
+            continues=True,
+        )  # fmt: skip
         buffer[:] = self._take(dw)
         return self._take(dx, x.shape)
 
@@ -278,7 +299,7 @@ class UserOp:
         buffer = host.gradients.buffer(region.weights[0])
         dx, dw = self._call(
             self._give(x), self._weight(host, region.weights[0]), self._give(targets), temperature,
-            self._give(coefficient, torch.float32), self._give(buffer, torch.float32),
+            self._give(coefficient, torch.float32), self._give(buffer, torch.float32), continues=True,
         )  # fmt: skip
         buffer[:] = self._take(dw)
         return self._take(dx)
