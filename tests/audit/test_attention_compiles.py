@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -20,6 +21,7 @@ from rlkernel.contract.profiles import EX2_SM90, EXP2, EXP2_P3, LOG2, MFMA_GFX94
 from rlkernel.kernels.triton import attention, attention_backward, attention_decode, attention_hopper
 from rlkernel.kernels.triton import attention_hopper_backward as hopper_backward
 from rlkernel.kernels.triton.launch import compiler_options
+from rlkernel.reference.arith import div, fma32, mul
 from rlkernel.verify.audit import rules_cuda, rules_rocm
 from rlkernel.verify.audit.allowed import allowed_by
 from rlkernel.verify.audit.catalogue import entry
@@ -147,3 +149,41 @@ def test_warp_specialised_kernels(name: str) -> None:
     assert not _problems(found)
     assert any(i.opcode.startswith("HGMMA") for i in machine.instructions)
     assert _problems(list(rules_cuda.ptx(assembly, written, allowed_by(_part(points, (EX2_SM90,))))))
+
+
+def _quotient(x: torch.Tensor, total: torch.Tensor, corrections: int) -> torch.Tensor:
+    """What ``attention_hopper._quotients`` does where nothing leaves the range of normal numbers."""
+    reciprocal = div(1.0, total)
+    found = mul(x, reciprocal)
+    for _ in range(corrections):
+        found = fma32(fma32(found, -total, x), reciprocal, found)
+    return found
+
+
+def _between(low: int, high: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Random float32 numbers between two bit patterns, both among them."""
+    bits = torch.randint(low, high + 1, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
+    bits[0], bits[1] = low, high
+    return bits.view(torch.float32)
+
+
+def test_a_reciprocal_and_two_corrections_divide_as_division_does() -> None:
+    low, high = attention_hopper._DIVIDEND_LOW.value, attention_hopper._DIVIDEND_HIGH.value
+    bounds = attention_hopper._DIVISOR_LOW.value, attention_hopper._DIVISOR_HIGH.value
+    generator = torch.Generator().manual_seed(1)
+    near_one = (0x3F7FFF00, 0x3F800100)
+    differing = 0
+    for ends in ((low, high), (low, low + 4096), (high - 4096, high), (0x3F7FF000, 0x3F801000)):
+        for divisors in (
+            bounds,
+            (bounds[0], bounds[0] + 4096),
+            (bounds[1] - 4096, bounds[1]),
+            (0x3F7FFF00, 0x3F800100),
+        ):
+            x, total = _between(*ends, 1 << 16, generator), _between(*divisors, 1 << 16, generator)
+            x[::2] = -x[::2]
+            x[2] = 0.0
+            want = div(x, total).view(torch.int32)
+            assert torch.equal(_quotient(x, total, 2).view(torch.int32), want)
+            differing += int((_quotient(x, total, 0).view(torch.int32) != want).sum())
+    assert differing > 1000  # the product with the reciprocal alone is another number
