@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -18,6 +21,7 @@ from vime.cli.differences import difference_lines
 from vime.cli.exits import CLOSED_PIPE
 from vime.cli.main import invoke
 from vime.cli.progress import StopSwitch, stop_on_signals
+from vime.cli.readable import iso_time, token_text
 from vime.cli.run import load_to_resume, set_aside
 from vime.doctor import examine
 from vime.errors import InputError, Interrupted, InvariantViolation
@@ -276,12 +280,36 @@ def test_a_difference_is_a_few_short_lines(runs: dict[str, Path], capsys: Captur
 
 
 def test_timeline_lists_filters_and_verifies(runs: dict[str, Path], capsys: Capture) -> None:
-    assert call("timeline", runs["one"], "--type", "batch_assigned", "--json", "--verify") == 0
+    assert call("timeline", runs["one"], "--type", "batch_assigned", "--json") == 0
     captured = capsys.readouterr()
     assert [json.loads(line)["type"] for line in captured.out.splitlines()] == ["batch_assigned"] * 3
-    assert "every invariant holds" in captured.err
+    assert call("timeline", runs["one"], "--type", "reward_given") == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    reward = re.search(r'"reward":(\S+) \(f64:([0-9a-f]{16})\)', line)
+    assert reward and struct.pack(">d", float(reward[1])).hex() == reward[2]
+    assert re.match(r" +\d+  \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z  reward_given ", line)
     assert call("timeline", runs["one"], "--type", "batch_asigned") == 2
     assert "batch_assigned" in capsys.readouterr().err
+
+
+def test_the_verdict_stands_alone(runs: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
+    assert call("timeline", runs["one"], "--verify") == 0
+    captured = capsys.readouterr()
+    assert "every invariant holds" in captured.out.splitlines()[0] and captured.err == ""
+    assert len(captured.out.splitlines()) <= 3 and "batch_assigned" not in captured.out
+    assert call("timeline", runs["one"], "--verify", "--json") == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["ok"] and verdict["problems"] == [] and verdict["events"] > 50
+    broken = tmp_path / "broken"
+    shutil.copytree(runs["one"], broken)
+    (broken / "steps.jsonl").write_text("")
+    assert call("timeline", broken, "--verify") == 1
+    assert "steps.jsonl" in capsys.readouterr().out
+    assert call("timeline", broken, "--verify", "--json") == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert not verdict["ok"] and "steps.jsonl" in verdict["problems"][0]
+    assert call("timeline", runs["one"], "--verify", "--type", "batch_assigned") == 2
+    assert "leave --type out" in capsys.readouterr().err
 
 
 def test_a_damaged_log_is_named(runs: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
@@ -306,6 +334,11 @@ def test_provenance_of_versions_and_of_a_token(runs: dict[str, Path], capsys: Ca
     assert facts["published_digest"] == facts["served_digest"]
     assert facts["rollout_logprob_bits"] == facts["trainer_logprob_bits"]
     assert facts["sampled_at"] > 0
+    assert call(*arguments, sample.num_prompt_tokens) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    decimal, bits = shown["rollout_logprob_bits"].split()
+    assert struct.pack(">f", float(decimal)).hex() == bits.strip("()") == facts["rollout_logprob_bits"]
+    assert shown["sampled_at"].startswith(iso_time(facts["sampled_at"])) and "T" in shown["sampled_at"]
     for position in (sample.num_prompt_tokens - 1, sample.num_prompt_tokens + sample.num_tokens):
         assert call(*arguments, position) == 2
     assert call("provenance", runs["one"], "--sample", "train/2/0") == 2
@@ -315,6 +348,20 @@ def test_provenance_of_versions_and_of_a_token(runs: dict[str, Path], capsys: Ca
         message = capsys.readouterr().err
         assert "a sample is NAMESPACE/PROMPT/K, as in train/12/3" in message and "unpack" not in message
     assert call("provenance", runs["one"], "--sample", "train/99/0", "--position", 1) == 2
+
+
+def test_a_token_has_its_text_where_the_tokenizer_is(pipeline: Path, tmp_path: Path) -> None:
+    from vime.pipeline.loading import load_pipeline, resolved_yaml
+    from vime.pipeline.model import resolve_model
+
+    loaded = load_pipeline(pipeline)
+    (tmp_path / "pipeline.yaml").write_text(resolved_yaml(loaded.pipeline))
+    model, _ = resolve_model(loaded)
+    assert model is not None
+    (token,) = model.tokenizer.encode("7", special=False)
+    assert token_text(tmp_path, token) == "7" and token_text(tmp_path, None) is None
+    (tmp_path / "pipeline.yaml").write_text("model: {path: gone}")
+    assert token_text(tmp_path, token) is None
 
 
 def test_a_reader_that_leaves_ends_a_command_quietly(runs: dict[str, Path]) -> None:

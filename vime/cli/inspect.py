@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vime.cli.options import json_option
+from vime.cli.readable import event_line, token_lines, token_text
 from vime.cli.words import counted
 from vime.errors import InputError
 
@@ -106,9 +107,7 @@ def provenance(run_directory: str, sample: str | None, position: int | None, as_
         if as_json:
             click.echo(json.dumps(facts))
         else:
-            width = max(map(len, facts))
-            for name, value in facts.items():
-                click.echo(f"{name:<{width}}  {value}")
+            click.echo("\n".join(token_lines(facts)))
         return 0
     for line in provenance_lines(view.records):
         if as_json:
@@ -131,6 +130,7 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
     since the epoch) comes from the step's arrays; evaluation samples and steps that were not closed have none.
 
     Raises:
+    ``token_text`` is None where the run's tokenizer cannot be loaded from here.
         InputError: no such sample in the log, or the position is not one of its generated tokens.
     """
     from vime.timeline.events import BatchAssigned, SampleFinished, SyncCommitted, VersionPublished
@@ -166,6 +166,7 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
     run = _version_run(found, index)
     return {
         "sample": sample,
+    arrays = _token_arrays(view, step, wanted, index)
         "position": position,
         "step": step,
         "version": run.version,
@@ -174,7 +175,8 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         "engine": found.engine,
         "kv_versions": [run.kv_oldest, run.kv_newest],
         "finish_reason": found.finish_reason,
-        **_token_arrays(view, step, wanted, index),
+        **arrays,
+        "token_text": token_text(view.path, arrays["token_id"]),
     }
 
 
@@ -215,12 +217,11 @@ def _token_arrays(view: RunView, step: int | None, wanted: SampleId, index: int)
 @click.command()
 @run_argument
 @click.option("--type", "kinds", multiple=True, metavar="TYPE", help="Only events of this type. Repeatable.")
-@click.option("--verify", is_flag=True, help="Check every invariant, array, checkpoint and announced file again.")
+@click.option("--verify", is_flag=True, help="List nothing; check every invariant, array, checkpoint and file.")
 @json_option
 def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: bool) -> int:
-    """List the events of RUN."""
+    """List the events of RUN, or verify it (--verify)."""
     from vime.pipeline.problems import nearest_name
-    from vime.store.verify import verify_run
     from vime.timeline.events import EVENT_TYPES
 
     known = [kind.type for kind in EVENT_TYPES]
@@ -230,26 +231,34 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
             raise InputError(f"there is no event type {kind!r}" + (f" (did you mean {near!r}?)" if near else ""))
     records = read_run(run_directory).records
     for record in records:
+    if verify and kinds:
+        raise InputError("--verify checks the whole run and lists no events: leave --type out, or call it twice")
         if kinds and record.event.type not in kinds:
+    if verify:
+        return _print_verdict(run_directory, as_json)
             continue
         if as_json:
             fields = {**record.event.logical(), **record.event.deployment()}
             click.echo(json.dumps({"seq": record.seq, "type": record.event.type, "hash": record.hash, **fields}))
         else:
-            click.echo(f"{record.seq:>7}  {record.event.describe()}")
-    if verify:
-        found = verify_run(Path(run_directory))
-        for problem in found.problems:
-            click.echo(f"vime: {problem}", err=True)
-        if found.problems:
-            return 1
-        for sentence in _verified(found):
-            click.echo(f"vime: {sentence}", err=True)
+            click.echo(event_line(record))
     return 0
 
 
 def _verified(found: Verification) -> Iterator[str]:
     """What was verified, and what was not."""
+def _print_verdict(run_directory: str, as_json: bool) -> int:
+    """What ``timeline --verify`` found, on standard output; exit code 1 if anything is wrong."""
+    from vime.store.verify import verify_run
+
+    found = verify_run(Path(run_directory))
+    if as_json:
+        click.echo(json.dumps({"event": "verified", "ok": found.ok, **dataclasses.asdict(found)}))
+    else:
+        click.echo("\n".join(found.problems or _verified(found)))
+    return 0 if found.ok else 1
+
+
     stored = f"the arrays of {counted(found.steps, 'step')} and {counted(found.checkpoints, 'checkpoint')} are intact"
     yield f"{counted(found.events, 'event')}, every invariant holds; {stored}"
     if found.files:
