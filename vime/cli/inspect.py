@@ -128,9 +128,9 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
 
     ``published_digest`` is the trainer's, ``served_digest`` the engine's own recomputation. ``sampled_at`` (seconds
     since the epoch) comes from the step's arrays; evaluation samples and steps that were not closed have none.
+    ``token_text`` is None where the run's tokenizer cannot be loaded from here.
 
     Raises:
-    ``token_text`` is None where the run's tokenizer cannot be loaded from here.
         InputError: no such sample in the log, or the position is not one of its generated tokens.
     """
     from vime.timeline.events import BatchAssigned, SampleFinished, SyncCommitted, VersionPublished
@@ -164,9 +164,9 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         first, last = found.num_prompt_tokens, found.num_prompt_tokens + found.num_tokens - 1
         raise InputError(f"sample {sample} generated positions {first} to {last}; {position} is not one of them")
     run = _version_run(found, index)
+    arrays = _token_arrays(view, step, wanted, index)
     return {
         "sample": sample,
-    arrays = _token_arrays(view, step, wanted, index)
         "position": position,
         "step": step,
         "version": run.version,
@@ -229,13 +229,13 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
         if kind not in known:
             near = nearest_name(kind, known)
             raise InputError(f"there is no event type {kind!r}" + (f" (did you mean {near!r}?)" if near else ""))
-    records = read_run(run_directory).records
-    for record in records:
     if verify and kinds:
         raise InputError("--verify checks the whole run and lists no events: leave --type out, or call it twice")
-        if kinds and record.event.type not in kinds:
+    records = read_run(run_directory).records
     if verify:
         return _print_verdict(run_directory, as_json)
+    for record in records:
+        if kinds and record.event.type not in kinds:
             continue
         if as_json:
             fields = {**record.event.logical(), **record.event.deployment()}
@@ -245,8 +245,6 @@ def timeline(run_directory: str, kinds: tuple[str, ...], verify: bool, as_json: 
     return 0
 
 
-def _verified(found: Verification) -> Iterator[str]:
-    """What was verified, and what was not."""
 def _print_verdict(run_directory: str, as_json: bool) -> int:
     """What ``timeline --verify`` found, on standard output; exit code 1 if anything is wrong."""
     from vime.store.verify import verify_run
@@ -259,6 +257,8 @@ def _print_verdict(run_directory: str, as_json: bool) -> int:
     return 0 if found.ok else 1
 
 
+def _verified(found: Verification) -> Iterator[str]:
+    """What was verified, and what was not."""
     stored = f"the arrays of {counted(found.steps, 'step')} and {counted(found.checkpoints, 'checkpoint')} are intact"
     yield f"{counted(found.events, 'event')}, every invariant holds; {stored}"
     if found.files:

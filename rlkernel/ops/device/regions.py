@@ -6,6 +6,7 @@ gradients in the host's float32 buffers. Fused kernels are admitted against thes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +22,26 @@ from rlkernel.ops.device.host import DeviceHost
 Tensor = torch.Tensor
 
 
+def _flat(x: Tensor) -> Tensor:
+    """[T, ...] as [T, width]; T may be 0."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
 def _matrix(x: Tensor) -> Tensor:
-    """[T, ...] as [T, width], C-contiguous."""
-    width = 1
-    for size in x.shape[1:]:
-        width *= size
-    return x.reshape(len(x), width).contiguous()
+    """The same, C-contiguous."""
+    return _flat(x).contiguous()
+
+
+def _side_by_side(left: Tensor, right: Tensor) -> Tensor:
+    """[T, 2 W] of two [T, W]: the matrix of which they are halves, where they are, without a copy."""
+    rows, width = left.shape
+    whole, strides = left.untyped_storage(), (2 * width, 1)
+    halves = (
+        left.stride() == right.stride() == strides
+        and whole.data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() == left.storage_offset() + width
+    )
+    return left.as_strided((rows, 2 * width), strides) if halves else torch.cat([left, right], dim=1)
 
 
 class Embedding:
@@ -86,16 +101,19 @@ class Linear:
             return tuple(plain)
         if region.kind == "gate_up_proj":
             halves = y.reshape(len(y), host.tp, 2, y.shape[1] // (2 * host.tp)).permute(2, 0, 1, 3)
-            gate, up = (half.reshape(len(y), y.shape[1] // 2).contiguous() for half in halves)
+            gate, up = (half.reshape(len(y), y.shape[1] // 2) for half in halves)  # views of y where tp is 1
             return gate, up
         return (y,)
 
     def _fused(self, region: Region, grads: Sequence[Tensor], host: DeviceHost) -> Tensor:
         """Gradients of the outputs, joined in the order of the fused matrix."""
-        flat = [_matrix(g) for g in grads]
-        if len(flat) == 1:
-            return flat[0]
-        return torch.cat(flat, dim=1)[:, host.weights.order(region)].contiguous()
+        if len(grads) == 1:
+            return _matrix(grads[0])
+        groups = host.config.num_kv_heads if region.kind == "qkv_proj" else host.tp
+        if region.kind == "gate_up_proj" and groups == 1:
+            return _side_by_side(grads[0], grads[1])
+        flat = [_flat(g) for g in grads]
+        return _flat(torch.cat([g.reshape(len(g), groups, g.shape[1] // groups) for g in flat], dim=2))
 
     def backward(self, region: Region, saved: Tensor, grads: Sequence[Tensor], host: DeviceHost) -> tuple[Tensor]:
         assert host.gradients is not None
@@ -105,7 +123,7 @@ class Linear:
         matrices = [name for name in region.weights if name.endswith(".weight")]
         biases = [name for name in region.weights if name.endswith(".bias")]
         for name, g in zip(matrices, grads, strict=True):
-            dy = linear.whole_steps(wgrad, _matrix(g), starts)
+            dy = linear.whole_steps(wgrad, _flat(g), starts).contiguous()
             linear.weight_gradient(wgrad, dy, x, host.gradients.buffer(name))
         for name, g in zip(biases, grads, strict=bool(biases)):
             launch_rows.bias_gradient(_matrix(g), host.gradients.buffer(name))
@@ -191,13 +209,13 @@ class SwiGlu:
     implementation = "triton.swiglu"
 
     def forward(self, region: Region, inputs: Sequence[Tensor], host: DeviceHost) -> tuple[tuple[Tensor], Any]:
-        fused = torch.cat([inputs[0], inputs[1]], dim=1)
+        fused = _side_by_side(inputs[0], inputs[1])
         return (launch_rows.swiglu(fused),), fused
 
     def backward(self, region: Region, saved: Tensor, grads: Sequence[Tensor], host: DeviceHost) -> tuple[Tensor, ...]:
         found = launch_rows.swiglu_backward(grads[0].contiguous(), saved)
         width = found.shape[1] // 2
-        return found[:, :width].contiguous(), found[:, width:].contiguous()
+        return found[:, :width], found[:, width:]
 
 
 def device_ops() -> dict[str, Any]:
