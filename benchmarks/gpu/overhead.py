@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import pstats
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
+from cProfile import Profile
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
@@ -56,19 +59,27 @@ class Turns:
 
 
 class Arm(Silent):
-    """Watches one run and gives its turn away after every step."""
+    """Watches one run and gives its turn away after every step. ``profiled``: the step whose Python calls are counted."""
 
-    def __init__(self, name: str, turns: Turns, last: int) -> None:
+    def __init__(self, name: str, turns: Turns, last: int, profiled: int, folder: Path | None) -> None:
         self.name, self._turns, self._last = name, turns, last
+        self._profiled, self._folder, self._profile = profiled, folder, Profile()
         self.reports: list[Mapping[str, Any]] = []
 
     def step_started(self, step: int) -> None:
         """Wait for the turn."""
         self._turns.wait(self.name)
+        if step == self._profiled and self._folder is not None:
+            self._profile.enable()
 
     def step_finished(self, report: Mapping[str, Any]) -> None:
         """Keep the report; what a run does after its last step is its own turn still."""
         self.reports.append(report)
+        if report["step"] == self._profiled and self._folder is not None:
+            self._profile.disable()
+            with (self._folder / f"{self.name}.txt").open("w") as file:
+                for order in ("tottime", "cumtime"):
+                    pstats.Stats(self._profile, stream=file).sort_stats(order).print_stats(60)
         times = {stage: round(seconds, 4) for stage, seconds in report["time_s"].items()}
         print(
             self.name, report["step"], json.dumps({**times, **{name: report.get(name) for name in SHOWN}}), flush=True
@@ -82,10 +93,12 @@ def prepared(file: str, overrides: tuple[str, ...]) -> Prepared:
     return prepare(load_pipeline(Path(file), list(overrides)))
 
 
-def both(file: str, steps: int, overrides: tuple[str, ...], folder: Path) -> dict[str, Arm]:
+def both(
+    file: str, steps: int, overrides: tuple[str, ...], folder: Path, profiled: int, profiles: Path | None
+) -> dict[str, Arm]:
     """Run both arms in turn; raises what the first of them raised."""
     turns, failures = Turns(), []
-    arms = {name: Arm(name, turns, steps - 1) for name in ARMS}
+    arms = {name: Arm(name, turns, steps - 1, profiled, profiles) for name in ARMS}
 
     def drive(arm: Arm) -> None:
         turns.wait(arm.name)
@@ -94,6 +107,7 @@ def both(file: str, steps: int, overrides: tuple[str, ...], folder: Path) -> dic
             outcome: RunOutcome = run(prepared(file, own + (NATIVE if arm.name == "native" else ())), observer=arm)
             print(arm.name, outcome.status, outcome.message, flush=True)
         except BaseException as error:
+            traceback.print_exc()
             failures.append(error)
         finally:
             turns.over(arm.name, leaves=True)
@@ -125,12 +139,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", default=PIPELINE)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--skip", type=int, default=2, help="First steps that are not counted.")
+    parser.add_argument("--skip", type=int, default=3, help="First steps that are not counted.")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--profiles", type=Path, help="Folder for a profile of each arm's last step that is left out.")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        arms = both(given.pipeline, given.steps, tuple(given.overrides), Path(folder))
+        arms = both(given.pipeline, given.steps, tuple(given.overrides), Path(folder), given.skip - 1, given.profiles)
     stages = compared(arms, given.skip)
     for stage, row in stages.items():
         print(
