@@ -76,11 +76,11 @@ class MergeTile:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, rows: int) -> MergeTile:
-        """For so many rows: where there are few, more leaves at a time, and a row's chain has a program of its own."""
-        if rows > 512:
-            return cls()
-        return cls(rows=1, block=1024, unroll=64) if rows <= 132 else cls(rows=2, block=512, unroll=64)
+    def of(cls, rows: int, by_row: bool = False) -> MergeTile:
+        """For so many rows: where there are few, more leaves at a time; by row each has a program of its own."""
+        if by_row:
+            return cls(rows=1, block=1024, unroll=64, num_warps=2)
+        return cls() if rows > 8 else cls(rows=4, block=256)
 
 
 FMA_TILE = Tile(64, 64, 32, 8, 4, 2)
@@ -91,12 +91,13 @@ CHUNK = 8448
 
 
 class Partials:
-    """Partial results of every (leaf, row), before the merge."""
+    """Partial results of every (leaf, row), before the merge; ``by_row``: those of a row together."""
 
-    def __init__(self, rows: int, leaves: int, device: torch.device) -> None:
-        self.rows, self.leaves = rows, leaves
-        self.sums = torch.empty((3, leaves, rows), dtype=torch.float32, device=device)
-        self.lanes = torch.empty((2, leaves, rows), dtype=torch.int64, device=device)
+    def __init__(self, rows: int, leaves: int, device: torch.device, *, by_row: bool = False) -> None:
+        self.rows, self.leaves, self.by_row = rows, leaves, by_row
+        shape, pairs = ((rows, leaves), (rows, 2, leaves)) if by_row else ((leaves, rows), (2, leaves, rows))
+        self.sums = torch.empty((3, *shape), dtype=torch.float32, device=device)
+        self.lanes = torch.empty(pairs, dtype=torch.int64, device=device)
         self.chosen = torch.empty(rows, dtype=torch.float32, device=device)
 
     def arguments(self) -> tuple[Tensor, ...]:
@@ -345,6 +346,7 @@ def merge(partials: Partials, vocabulary: int, shards: int, tile: MergeTile) -> 
             ROWS=tile.rows,
             BLOCK=tile.block,
             UNROLL=tile.unroll,
+            BY_ROW=partials.by_row,
             num_warps=tile.num_warps,
             **_options(),
         )

@@ -120,7 +120,7 @@ def sample(
     require_shards(shards)
     rows, columns = z.shape
     tile = leaf_tile or _SAMPLED
-    partials = Partials(rows, triton.cdiv(columns, VOCABULARY_LEAF), z.device)
+    partials = Partials(rows, triton.cdiv(columns, VOCABULARY_LEAF), z.device, by_row=True)
     tokens = torch.empty(rows, dtype=torch.int64, device=z.device)
     if rows:
         how, factor = division(temperature)
@@ -168,7 +168,7 @@ def sample(
             num_warps=1,
             **_options(),
         )
-    return tokens, merge(partials, columns, shards, merge_tile or MergeTile.of(rows))
+    return tokens, merge(partials, columns, shards, merge_tile or MergeTile.of(rows, by_row=True))
 
 
 def _truncate(z: Tensor, factor: float, how: str, keys: DeviceSamplingKeys, best: Tensor) -> Tensor:

@@ -29,14 +29,23 @@ def divided(z, temperature, DIVISION: tl.constexpr):
 
 
 @triton.jit
-def store_leaves(maxima, sums, moments, lanes, m, s, u, d1, d2, leaf, row, R, leaves, real):
-    """Partial results of (leaf, row) pairs; ``leaves``: how many a row has in the buffers."""
-    at = leaf.to(tl.int64) * R + row
+def store_leaves(
+    maxima, sums, moments, lanes, m, s, u, d1, d2, leaf, row, R, leaves, real, BY_ROW: tl.constexpr = False
+):  # fmt: skip
+    """Partial results of (leaf, row) pairs; ``leaves``: how many a row has in the buffers. BY_ROW: see the merge."""
+    if BY_ROW:
+        at = row.to(tl.int64) * leaves + leaf
+        first = row.to(tl.int64) * (2 * leaves) + leaf
+        second = first + leaves
+    else:
+        at = leaf.to(tl.int64) * R + row
+        first = at
+        second = (leaf + leaves).to(tl.int64) * R + row
     tl.store(maxima + at, m, mask=real)
     tl.store(sums + at, s, mask=real)
     tl.store(moments + at, u, mask=real)
-    tl.store(lanes + at, d1, mask=real)
-    tl.store(lanes + (leaf + leaves).to(tl.int64) * R + row, d2, mask=real)
+    tl.store(lanes + first, d1, mask=real)
+    tl.store(lanes + second, d2, mask=real)
 
 
 @triton.jit

@@ -122,6 +122,15 @@ def _shards(
 
 
 @triton.jit
+def _layout(row, R, leaves, BY_ROW: tl.constexpr):
+    """Where a row's partial results begin, and how far apart its leaves lie."""
+    if BY_ROW:
+        return row.to(tl.int64) * leaves, 1
+    else:
+        return row, R
+
+
+@triton.jit
 def merge_leaves(
     maxima,
     sums,
@@ -137,23 +146,26 @@ def merge_leaves(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
+    BY_ROW: tl.constexpr = False,
 ):
     """``out[:, row] = max, log_sum, logprob, entropy`` (float32 [4, R]) and ``digest[row]`` (int64 [R, 2]).
 
     Args:
         maxima, sums, moments: float32 [leaves, R], overwritten; ``lanes``: int64 [2, leaves, R]; ``chosen``: float32
             [R], the targets' logits.
+        BY_ROW: they are [R, leaves] and [R, 2, leaves] instead, for few rows.
         size: leaves of a shard; the last shards may have fewer, or none. SHARDS: a power of two.
         ROWS: rows of a program; BLOCK, UNROLL: leaves that are loaded together.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = row < R
+    place, apart = _layout(row, R, leaves, BY_ROW)
     if SHARDS == 1:
-        top = _weigh(maxima, sums, moments, row, present, R, 0, leaves, ROWS, BLOCK)
+        top = _weigh(maxima, sums, moments, place, present, apart, 0, leaves, ROWS, BLOCK)
     else:
-        top = _largest(maxima, row, present, R, leaves, ROWS, BLOCK)
+        top = _largest(maxima, place, present, apart, leaves, ROWS, BLOCK)
     total, moment = _shards(
-        maxima, sums, moments, row, present, top, R, leaves, size, 0, SHARDS, SHARDS == 1, ROWS, BLOCK, UNROLL
+        maxima, sums, moments, place, present, top, apart, leaves, size, 0, SHARDS, SHARDS == 1, ROWS, BLOCK, UNROLL
     )
     log_sum = log2_full(total) * _LN2
     target = tl.load(chosen + row, mask=present, other=0.0)
@@ -164,12 +176,14 @@ def merge_leaves(
 
     first = tl.zeros((BLOCK, ROWS), tl.int64)
     second = tl.zeros((BLOCK, ROWS), tl.int64)
+    if BY_ROW:
+        place = 2 * place
     for start in range(0, leaves, BLOCK):
         leaf = start + tl.arange(0, BLOCK)
         inside = (leaf < leaves)[:, None] & present[None, :]
-        at = leaf.to(tl.int64)[:, None] * R + row[None, :]
+        at = leaf.to(tl.int64)[:, None] * apart + place[None, :]
         first += tl.load(lanes + at, mask=inside, other=0)
-        at = (leaf + leaves).to(tl.int64)[:, None] * R + row[None, :]
+        at = (leaf + leaves).to(tl.int64)[:, None] * apart + place[None, :]
         second += tl.load(lanes + at, mask=inside, other=0)
     tl.store(digest + 2 * row, tl.sum(first, 0), mask=present)
     tl.store(digest + 2 * row + 1, tl.sum(second, 0), mask=present)

@@ -156,6 +156,7 @@ def sampled_leaves(
 
     Args:
         seeds: int64 [R] (bits of uint64); ``prompt_index``, ``k``, ``namespace``, ``position``: int64 [R].
+        maxima, sums, moments, lanes: by row (see :mod:`logprob_merge`).
         greedy: uint8 [R]; ``best``: int64 [blocks, R]. Grid: (blocks of 4 * WARPS leaves, blocks of ROWS rows).
     """
     PARTS: tl.constexpr = 4 * WARPS
@@ -166,7 +167,8 @@ def sampled_leaves(
     leaf = tl.program_id(0) * PARTS + lane % PARTS
     first = leaf.to(tl.int64) * 128
     m, s, u, d1, d2 = leaf_statistics(tile, first, V, nothing, ROWS * PARTS, 8, 16, PIECE, MASKED)
-    store_leaves(maxima, sums, moments, lanes, m, s, u, d1, d2, leaf, row, R, leaves, (row < R) & (leaf < leaves))
+    real = (row < R) & (leaf < leaves)
+    store_leaves(maxima, sums, moments, lanes, m, s, u, d1, d2, leaf, row, R, leaves, real, BY_ROW=True)
 
     k0, k1, c1, c2, c3 = row_counters(seeds, prompt_index, k, namespace, position, row, row < R)
     flag = tl.load(greedy + row, mask=row < R, other=1)
