@@ -59,7 +59,7 @@ class Turns:
 
 
 class Arm(Silent):
-    """Watches one run and gives its turn away after every step. ``profiled``: the step whose Python calls are counted."""
+    """Watches one run and gives its turn away after every step; calls of step ``profiled`` are counted."""
 
     def __init__(self, name: str, turns: Turns, last: int, profiled: int, folder: Path | None) -> None:
         self.name, self._turns, self._last = name, turns, last
