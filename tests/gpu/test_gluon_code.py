@@ -53,7 +53,8 @@ def _product(tile: HopperTile, **keys: Any) -> str:
         "LEAVES": 1, "HAS_BIAS": False, "CONTINUES": False, "A_DEPTH_FIRST": False, "B_DEPTH_FIRST": False,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "A_ROWS": tile.block_m,
         "GROUP_M": tile.group_m, "STAGES": tile.stages, "PARTS": tile.parts, "SWIGLU": False,
-        "OVERLAPS": False, "FOUR_SHARED": False, "num_warps": tile.num_warps,
+        "OVERLAPS": False, "FOUR_SHARED": False, "WIDE": tile.wide,
+        "num_warps": tile.num_warps,
     } | keys  # fmt: skip
     return _compile(gemm_hopper, types, constants, tile.num_warps)
 

@@ -15,7 +15,7 @@ from rlkernel.kernels.products import Products
 from rlkernel.kernels.triton import launch, launch_attention, launch_heads, launch_rows
 from rlkernel.kernels.triton.launch import Tile
 from rlkernel.kernels.triton.launch_hopper import gemm_hopper
-from rlkernel.kernels.triton.tiles import SHARED_BYTES, HopperTile
+from rlkernel.kernels.triton.tiles import SHARED_BYTES, HopperTile, few_rows_tile
 from rlkernel.kernels.vendor.admission import AdmissionTable
 from rlkernel.kernels.vendor.cublas import use_cublaslt, vendor_gemm
 
@@ -120,10 +120,11 @@ def test_a_captured_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 33, 64, 65])
-@pytest.mark.parametrize("slices", [1, 2])
-def test_a_swiglu_of_a_projection_has_the_bits_of_two_kernels(rows: int, slices: int) -> None:
+@pytest.mark.parametrize(("columns", "slices"), [(1024, 1), (1024, 2), (12288, 1)])
+def test_a_swiglu_of_a_projection_has_the_bits_of_two_kernels(rows: int, columns: int, slices: int) -> None:
     own = Products("matrix", DEVICE)
-    x, w = _random(rows, 512), _random(1024, 512, seed=1)
+    assert few_rows_tile(columns, gated=True).wide == (3 if columns == 12288 else 1)
+    x, w = _random(rows, 512), _random(columns, 512, seed=1)
     x[0, :16] = -0.0
     expected = launch_rows.swiglu(launch.gemm(x, w, mac="matrix", tile=PLAIN), leaves=slices)
     for overlaps in (False, True):
@@ -177,6 +178,15 @@ def test_heads_of_a_decode_step_are_those_of_four_kernels(
         )  # fmt: skip
         assert _same(q, rotated[0])
         assert all(_same(cache, other) for cache, other in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("columns", [1024, 12288])
+@pytest.mark.parametrize(
+    "tile", [HopperTile(64, 32, 128, 8, 5, 1, 4, wide=3), HopperTile(64, 64, 64, 8, 4, 1, 4, resident=2)]
+)
+def test_tiles_side_by_side_and_programs_side_by_side(tile: HopperTile, columns: int) -> None:
+    x, w = _random(100, 640), _random(columns, 640, seed=1)
+    assert _same(gemm_hopper(x, w, tile=tile), launch.gemm(x, w, mac="matrix", tile=PLAIN))
 
 
 @pytest.mark.parametrize("tile", [HopperTile(64, 32, 128, 8, 8, 1, 4), HopperTile(128, 128, 64, 8, 4)])

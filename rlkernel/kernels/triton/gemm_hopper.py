@@ -67,22 +67,24 @@ def _loader(
     a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
-    LOADED: gl.constexpr = (A_ROWS + BLOCK_N) * BLOCK_K * 2
+    LOADED: gl.constexpr = (A_ROWS + WIDE * BLOCK_N) * BLOCK_K * 2
     step = 0
     ahead = 0
     if OVERLAPS:
         ahead = min(tiles_k, STAGES)
-        _, column = _place(gl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        _, column = _place(gl.program_id(0), M, N, BLOCK_M, WIDE * BLOCK_N, GROUP_M)
         for k in range(ahead):
             mbarrier.expect(full.index(k), LOADED)
-            _load_b(
-                b, column, k, full.index(k), b_tiles.index(k), True, slice_width,
-                BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
-            )  # fmt: skip
+            for part in gl.static_range(WIDE):
+                _load_b(
+                    b, column + part * BLOCK_N, k, full.index(k), b_tiles.index(k * WIDE + part), True, slice_width,
+                    BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
+                )  # fmt: skip
         wait_for_prior()
     for tile in range(gl.program_id(0), count, programs):
-        row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        row, column = _place(tile, M, N, BLOCK_M, WIDE * BLOCK_N, GROUP_M)
         for k in range(tiles_k):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
@@ -93,10 +95,11 @@ def _loader(
             else:
                 # rows that no row of c comes of stay what they were: they enter nothing that is stored
                 _load(a, [row, k * BLOCK_K], ready, a_tiles.index(slot).slice(0, A_ROWS, 0))
-            _load_b(
-                b, column, k, ready, b_tiles.index(slot), step >= ahead, slice_width,
-                BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
-            )  # fmt: skip
+            for part in gl.static_range(WIDE):
+                _load_b(
+                    b, column + part * BLOCK_N, k, ready, b_tiles.index(slot * WIDE + part), step >= ahead, slice_width,
+                    BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
+                )  # fmt: skip
             step += 1
 
 
@@ -122,6 +125,65 @@ def _chain(
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     return acc, step
+
+
+@gluon.jit
+def _three_chains(step, tiles, a_tiles, b_tiles, full, empty, STAGES: gl.constexpr, start):
+    """Chains from +0 of three tiles of columns side by side: none waits for its own step before."""
+    one, two, three = start, start, start
+    for k in range(tiles):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        x = a_tiles.index(slot)
+        one = warpgroup_mma(x, b_tiles.index(slot * 3).permute((1, 0)), one, use_acc=k > 0, is_async=True)
+        two = warpgroup_mma(x, b_tiles.index(slot * 3 + 1).permute((1, 0)), two, use_acc=k > 0, is_async=True)
+        three = warpgroup_mma(x, b_tiles.index(slot * 3 + 2).permute((1, 0)), three, use_acc=k > 0, is_async=True)
+        one, two, three = warpgroup_mma_wait(3, deps=[one, two, three])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    one, two, three = warpgroup_mma_wait(0, deps=[one, two, three])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return one, two, three, step
+
+
+@gluon.jit
+def _halves(total, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Left and right columns of a tile."""
+    return gl.split(gl.permute(gl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _stored(c, total, c_tile, row, column, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr):
+    """Store a tile whose part of shared memory is free; ``column``: of the product."""
+    if SWIGLU:
+        gate, up = _halves(total.to(c.dtype), BLOCK_M, BLOCK_N)
+        c_tile.store(swiglu(gate.to(gl.float32), up.to(gl.float32)).to(c.dtype))
+        fence_async_shared()
+        _store(c, [row, column // 2], c_tile)
+    else:
+        c_tile.store(total.to(c.dtype))
+        fence_async_shared()
+        _store(c, [row, column], c_tile)
+
+
+@gluon.jit
+def _multiplier_of_three(
+    c, a_tiles, b_tiles, c_tile, full, empty, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, SWIGLU: gl.constexpr,
+    OVERLAPS: gl.constexpr, unit: gl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait_for_prior()
+    step = 0
+    for tile in range(gl.program_id(0), count, programs):
+        row, column = _place(tile, M, N, BLOCK_M, 3 * BLOCK_N, GROUP_M)
+        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
+        one, two, three, step = _three_chains(step, tiles_k, a_tiles, b_tiles, full, empty, STAGES, start)
+        tma.store_wait(0)
+        _stored(c, one, c_tile.index(0), row, column, BLOCK_M, BLOCK_N, SWIGLU)
+        _stored(c, two, c_tile.index(1), row, column + BLOCK_N, BLOCK_M, BLOCK_N, SWIGLU)
+        _stored(c, three, c_tile.index(2), row, column + 2 * BLOCK_N, BLOCK_M, BLOCK_N, SWIGLU)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -197,19 +259,11 @@ def _multiplier(
         if HAS_BIAS:
             columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
             total = total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        if SWIGLU:
-            gate, up = gl.split(gl.permute(gl.reshape(total.to(c.dtype), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        if SWIGLU or PARTS == 1:
             tma.store_wait(0)
-            c_tile.store(swiglu(gate.to(gl.float32), up.to(gl.float32)).to(c.dtype))
-            fence_async_shared()
-            _store(c, [row, column // 2], c_tile)
-        elif PARTS == 1:
-            tma.store_wait(0)
-            c_tile.store(total.to(c.dtype))
-            fence_async_shared()
-            _store(c, [row, column], c_tile)
+            _stored(c, total, c_tile, row, column, BLOCK_M, BLOCK_N, SWIGLU)
         else:
-            left, right = gl.split(gl.permute(gl.reshape(total.to(c.dtype), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            left, right = _halves(total.to(c.dtype), BLOCK_M, BLOCK_N)
             tma.store_wait(0)
             c_tile.store(left)
             fence_async_shared()
@@ -227,7 +281,8 @@ def gemm_hopper(
     LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, CONTINUES: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr, FOUR_SHARED: gl.constexpr, num_warps: gl.constexpr,
+    SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr, FOUR_SHARED: gl.constexpr, WIDE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad, or the SwiGLU of such a c.
 
@@ -239,12 +294,17 @@ def gemm_hopper(
         SWIGLU: rows of b are blocks of [slice_width of the gate, slice_width of up], the former a multiple of
             BLOCK_N / 2; c: [M, N / 2] in tiles of BLOCK_N / 2 columns, boxes of b have BLOCK_N / 2 rows. One leaf.
         FOUR_SHARED: the first four of eight leaves wait in shared memory.
+        WIDE: 1, or 3: a program multiplies three tiles of columns side by side; one leaf, b of [N, K], no bias.
         A_ROWS: rows of a tile of a that are loaded: BLOCK_M, or fewer where M is not larger (a of [M, K]).
         STAGES: tiles of K in shared memory; GROUP_M: tiles of M that neighbouring programs share a tile of N with.
     """
     gl.static_assert(LEAVES == 1 or LEAVES == 2 or LEAVES == 4 or LEAVES == 8, "LEAVES is 1, 2, 4 or 8")
     gl.static_assert(LEAVES == 1 or not CONTINUES, "only one chain is continued")
     gl.static_assert(not SWIGLU or not (CONTINUES or HAS_BIAS or A_DEPTH_FIRST or B_DEPTH_FIRST), "a forward, no bias")
+    gl.static_assert(
+        WIDE == 1 or (WIDE == 3 and LEAVES == 1 and PARTS == 1 and not (CONTINUES or HAS_BIAS or B_DEPTH_FIRST)),
+        "three tiles are a forward of one chain without a bias, stored whole",
+    )
     if OVERLAPS:
         launch_dependents()
     unit: gl.constexpr = gl.NVMMADistributedLayout(
@@ -254,9 +314,12 @@ def gemm_hopper(
         a.dtype, [STAGES, BLOCK_K, BLOCK_M] if A_DEPTH_FIRST else [STAGES, BLOCK_M, BLOCK_K], a.layout
     )
     b_tiles = gl.allocate_shared_memory(
-        b.dtype, [STAGES, BLOCK_K, BLOCK_N] if B_DEPTH_FIRST else [STAGES, BLOCK_N, BLOCK_K], b.layout
+        b.dtype, [STAGES, BLOCK_K, BLOCK_N] if B_DEPTH_FIRST else [STAGES * WIDE, BLOCK_N, BLOCK_K], b.layout
     )
-    c_tile = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
+    if WIDE == 1:
+        c_tile = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
+    else:
+        c_tile = gl.allocate_shared_memory(c.dtype, [WIDE, c.block_type.shape[0], c.block_type.shape[1]], c.layout)
     waiting = c_tile
     if LEAVES > 2:
         plain: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
@@ -268,25 +331,49 @@ def gemm_hopper(
         mbarrier.init(empty.index(slot), count=1)
     fence_async_shared()
     tiles_k = gl.cdiv(K, BLOCK_K)
-    count = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    gl.warp_specialize(
-        [
-            (
-                _multiplier,
+    count = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, WIDE * BLOCK_N)
+    if WIDE == 3:
+        gl.warp_specialize(
+            [
                 (
-                    c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count,
-                    programs, STAGES, LEAVES, HAS_BIAS, CONTINUES, PARTS, BLOCK_M, BLOCK_N, GROUP_M,
-                    A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS, FOUR_SHARED, unit,
+                    _multiplier_of_three,
+                    (
+                        c, a_tiles, b_tiles, c_tile, full, empty, M, N, tiles_k, count, programs, STAGES,
+                        BLOCK_M, BLOCK_N, GROUP_M, SWIGLU, OVERLAPS, unit,
+                    ),
                 ),
-            ),
-            (
-                _loader,
                 (
-                    a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
-                    BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
+                    _loader,
+                    (
+                        a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
+                        BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
+                        WIDE,
+                    ),
                 ),
-            ),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiplier,
+                    (
+                        c, bias, grad, workspace, a_tiles, b_tiles, c_tile, waiting, full, empty, M, N, tiles_k, count,
+                        programs, STAGES, LEAVES, HAS_BIAS, CONTINUES, PARTS, BLOCK_M, BLOCK_N, GROUP_M,
+                        A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS, FOUR_SHARED, unit,
+                    ),
+                ),
+                (
+                    _loader,
+                    (
+                        a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
+                        BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
+                        WIDE,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip

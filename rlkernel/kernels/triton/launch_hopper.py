@@ -89,6 +89,10 @@ def gemm_hopper(
         _require_swiglu(a, n, swiglu_leaves, tile, a_depth_first or b_depth_first or leaves > 1, bias, grad, out_dtype)
     c = product_output(a, (m, columns), grad if grad is not None else out, dtype)
     problem = unfit(a, b, columns, c.element_size(), leaves, k, tile)
+    if tile.wide > 1 and (tile.wide != 3 or tile.parts > 1 or leaves > 1 or bias is not None or grad is not None):
+        problem = f"{tile} is for a forward of one chain without a bias"
+    if tile.wide > 1 and (a_depth_first or b_depth_first):
+        problem = f"{tile} is for a forward"
     if not problem and c.data_ptr() % _ALIGNMENT:
         problem = f"the result is not aligned to {_ALIGNMENT} bytes"
     if problem or leaves not in LEAVES or not k or not c.numel():
@@ -97,7 +101,7 @@ def gemm_hopper(
         )
     programs = min(
         tile.resident * torch.cuda.get_device_properties(a.device).multi_processor_count,
-        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
+        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.wide * tile.block_n),
     )
     # boxes that lie beyond the matrix for the most part load slowly: few rows are loaded by a smaller box
     rows = tile.block_m if a_depth_first else min(tile.block_m, max(16, triton.next_power_of_2(m)))
@@ -115,9 +119,18 @@ def gemm_hopper(
         A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, A_ROWS=rows, GROUP_M=tile.group_m,
         STAGES=tile.stages, PARTS=tile.parts, SWIGLU=swiglu_leaves > 0, OVERLAPS=overlaps, FOUR_SHARED=four_shared,
-        num_warps=tile.num_warps, launch_pdl=overlaps, **compiler_options("cuda"),
+        WIDE=tile.wide, num_warps=tile.num_warps, launch_pdl=overlaps, **_registers(tile, overlaps), **compiler_options("cuda"),
     )  # fmt: skip
     return c
+
+
+def _registers(tile: HopperTile, overlaps: bool) -> dict[str, int]:
+    """Registers of a thread where the multiprocessor's 65,536 are shared: with other programs, or the next kernel.
+
+    The threads are those of the warps that multiply, and of four for loading.
+    """
+    shares = 2 if overlaps and tile.num_warps == 4 else tile.resident
+    return {} if shares == 1 else {"maxnreg": 65536 // (shares * 32 * (tile.num_warps + 4)) // 8 * 8}
 
 
 def _require_swiglu(

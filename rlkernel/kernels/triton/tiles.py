@@ -26,7 +26,8 @@ class HopperTile:
     """Tuning of the warp-specialised GEMM of sm_90. Nothing here is part of the contract.
 
     ``stages``: tiles of K in shared memory; ``parts``: in how many parts of its columns a tile is stored;
-    ``resident``: programs of a multiprocessor, of which one merges leaves while the other multiplies.
+    ``resident``: programs of a multiprocessor, of which one merges leaves while the other multiplies; ``wide``: 1, or 3
+    tiles of columns that a program multiplies side by side (a forward of one chain without a bias).
     """
 
     block_m: int = 128
@@ -37,16 +38,17 @@ class HopperTile:
     parts: int = 1
     num_warps: int = 8
     resident: int = 1
+    wide: int = 1
 
     def shared_bytes(self, leaves: int, out_size: int, *, four_shared: bool = False) -> int:
         """Shared memory of a multiprocessor's programs, for outputs of ``out_size`` bytes an element.
 
         ``four_shared``: the first four of eight leaves wait there too.
         """
-        loads = self.stages * (self.block_m + self.block_n) * self.block_k * 2
+        loads = self.stages * (self.block_m + self.wide * self.block_n) * self.block_k * 2
         waits = 4 * self.block_m * self.block_n * (2 if four_shared else 1) if leaves > 2 else 0
         # beside what a program allocates the device takes 1 KiB of it for each
-        own = loads + self.block_m * self.block_n // self.parts * out_size + waits + 256
+        own = loads + self.block_m * self.wide * self.block_n // self.parts * out_size + waits + 256
         return self.resident * own + (self.resident - 1) * 1024
 
 
@@ -150,9 +152,15 @@ def few_rows_tile(n: int, gated: bool = False) -> HopperTile:
     """
     if n <= 16 * _MULTIPROCESSORS and not gated:
         return HopperTile(64, 16, 128, 8, 10, 1, 4)
+    if gated and _whole_waves(n, 96) * 3 <= _whole_waves(n, 32):
+        return HopperTile(64, 32, 128, 8, 5, 1, 4, wide=3)
     if n <= 128 * _MULTIPROCESSORS:
         return HopperTile(64, 32, 128, 8, 8, 1, 4)
     return HopperTile(64, 128, 128, 8, 4, 1, 4)
+
+
+def _whole_waves(n: int, columns: int) -> int:
+    return -(-n // (columns * _MULTIPROCESSORS))
 
 
 def _large_tiles(leaves: int) -> list[tuple[HopperTile, float]]:
