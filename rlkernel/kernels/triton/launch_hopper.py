@@ -119,7 +119,8 @@ def gemm_hopper(
         A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, A_ROWS=rows, GROUP_M=tile.group_m,
         STAGES=tile.stages, PARTS=tile.parts, SWIGLU=swiglu_leaves > 0, OVERLAPS=overlaps, FOUR_SHARED=four_shared,
-        WIDE=tile.wide, num_warps=tile.num_warps, launch_pdl=overlaps, **_registers(tile, overlaps), **compiler_options("cuda"),
+        WIDE=tile.wide, num_warps=tile.num_warps, launch_pdl=overlaps,
+        **_registers(tile, overlaps), **compiler_options("cuda"),
     )  # fmt: skip
     return c
 
