@@ -289,6 +289,9 @@ def changes_first_forward(change: Callable[[ScoreResult], ScoreResult | None]) -
 # ------------------------------------------------------------------------------------------ samples and scores
 
 
+SAMPLE_ARRAYS = ("logprobs", "digests", "entropies", "sampled_at")
+
+
 def changes_samples(change: Callable[[list[GeneratedSample]], list[GeneratedSample]]) -> Plant:
     """An engine that returns something else than what it generated."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlkernel.errors import NumericsError
+from rlkernel.models.tokenizer import character_tokenizer
 from tests.runtime import faults
 from tests.runtime.helpers import caught, clean
 from vime.timeline.events import StepCompared, StepTrained, SyncRolledBack
@@ -263,7 +264,26 @@ def unknown_token(samples):
 
 def other_token(samples):
     first = samples[0]
-    return [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *samples[1:]]
+    tokens = (first.token_ids[0] ^ 1, *first.token_ids[1:])
+    return [replace(first, token_ids=tokens, text=character_tokenizer().decode(tokens)), *samples[1:]]
+
+
+def shortened(samples):
+    def cut(sample):
+        count = len(sample.token_ids) - 1
+        arrays = {name: getattr(sample, name)[:count].copy() for name in faults.SAMPLE_ARRAYS}
+        runs, tokens = (replace(sample.versions[0], count=count),), sample.token_ids[:count]
+        return replace(sample, token_ids=tokens, text=character_tokenizer().decode(tokens), versions=runs, **arrays)
+
+    return [cut(sample) if len(sample.token_ids) > 1 else sample for sample in samples]
+
+
+def other_reason(samples):
+    return [replace(sample, finish_reason="context") for sample in samples]
+
+
+def other_text(samples):
+    return [replace(sample, text="9999") for sample in samples]
 
 
 def other_entropy(samples):
@@ -285,6 +305,9 @@ def old_version(samples):
         (short_array, ["sample train/0/0 has", "but its logprobs are float32 of shape"]),
         (wide_array, ["sample train/0/0 has", "but its logprobs are float64"]),
         (unknown_token, ["sample train/0/0 holds the token id 10000"]),
+        (shortened, ["sample train/0/0 ends after", "no stop token or string ended it"]),
+        (other_reason, ["sample train/0/0 says that it ended with 'context'; it ended with"]),
+        (other_text, ["sample train/0/0 came with the text '9999'; its tokens are"]),
         (old_version, ["train/0/0", "tokens carry version -1", "(invariant 3)"]),
         (other_token, ["step 0, compare: ", "the worst is sample train/0/0"]),
         (
@@ -295,6 +318,50 @@ def old_version(samples):
 )
 def test_a_wrong_sample_is_caught(vime, change, texts):
     caught(vime.run(plant=faults.changes_samples(change)), *texts, trained=0)
+
+
+EVALUATED = ("stages.evaluate.prompts=4", "stages.evaluate.greedy=true")
+
+
+def of_evaluations(change):
+    """Alters the samples of evaluations alone."""
+    return faults.changes_samples(lambda made: change(made) if made[0].sample_id.namespace == "eval" else made)
+
+
+def flipped_scores(samples):
+    return [faults.with_array(s, "logprobs", (s.logprobs.view(np.uint32) ^ 1).view(np.float32)) for s in samples]
+
+
+def turned(samples):
+    """Every sample is another one's."""
+    moved = [*samples[1:], samples[0]]
+    return [
+        replace(m, sample_id=s.sample_id, prompt_token_ids=s.prompt_token_ids)
+        for s, m in zip(samples, moved, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("change", [flipped_scores, turned])
+def test_a_wrong_evaluation_is_caught(vime, change):
+    ended = vime.run(*EVALUATED, plant=of_evaluations(change))
+    caught(ended, "evaluation of version 0: ", "compared tokens differ between rollout and trainer", trained=0)
+
+
+def test_an_engine_that_draws_where_the_largest_was_asked_for_is_caught(vime):
+    def plant(sides):
+        engine = sides.engine.native
+        whole = engine.generate
+        engine.generate = lambda requests: whole([replace(r, params=replace(r.params, greedy=False)) for r in requests])
+
+    ended = vime.run(*EVALUATED, plant=plant)
+    caught(ended, "evaluation of version 0: sample eval/", "says that it drew token", trained=0)
+
+
+def test_an_evaluation_says_what_was_compared(vime):
+    ended = vime.run(*EVALUATED)
+    found = [event.metrics for event in ended.events if event.type == "evaluated"]
+    assert found and all(metrics["compared_tokens"] > metrics["redrawn_tokens"] > 0 for metrics in found)
+    assert all(metrics["mismatch_count"] == metrics["distribution_mismatch_count"] == 0 for metrics in found)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def read_run(run_directory: str) -> RunView:
     view = RunView.open(Path(run_directory))
     if view.content.tail is not None:
         click.echo(f"vime: {view.content.tail.sentence()}; what comes before it is shown", err=True)
+    if not view.records:
+        raise InputError(f"the log of {view.path} holds no event: it was emptied, or the run died before its first one")
     return view
 
 
@@ -283,14 +285,18 @@ def diff(left: str, right: str, as_json: bool) -> int:
     """
     from vime.cli.differences import difference_lines
     from vime.timeline.diff import diff_runs
+    from vime.timeline.events import RunFinished
 
-    for folder in (left, right):
-        read_run(folder)
+    unfinished = [folder for folder in (left, right) if not isinstance(read_run(folder).records[-1].event, RunFinished)]
     difference = diff_runs(Path(left), Path(right))
     if as_json:
         data = dataclasses.asdict(difference) if difference is not None else None
-        click.echo(json.dumps({"equal": difference is None, "difference": data}, default=str))
+        answer = {"equal": difference is None, "finished": not unfinished, "difference": data}
+        click.echo(json.dumps(answer, default=str))
     else:
-        lines = ["the runs are equal, bit for bit"] if difference is None else difference_lines(difference)
+        equal = "the runs are equal, bit for bit"
+        if unfinished:
+            equal += f", as far as they go: {' and '.join(unfinished)} did not finish"
+        lines = [equal] if difference is None else difference_lines(difference)
         click.echo("\n".join(lines))
     return 0 if difference is None else 1

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,13 @@ def run(
     else:
         directory = RunDirectory.create(path, resolved_yaml(prepared.pipeline), keep)
     with directory:
-        return _Run(prepared, directory, observer).drive(sides)
+        try:
+            return _Run(prepared, directory, observer).drive(sides)
+        except BaseException:
+            if not resume:
+                with suppress(VimeError):  # what stopped the run is what the user has to know
+                    directory.discard_unbegun()
+            raise
 
 
 class _Run:
@@ -279,6 +286,7 @@ class _Run:
             row = self.prepared.eval_prompts.row_number(prompt.prompt_index)
             self.timeline.append(PromptDrawn.of(prompt, row))
         samples = stages.generate_held_out(prompts, settings.samples_per_prompt)
+        proven = stages.prove_held_out(samples, done)
         rewards = stages.give_rewards(prompts, samples, f"evaluation after {done} steps")
         values = [rewards[sample.sample_id] for sample in samples if sample.sample_id in rewards]
         event = self.timeline.append(
@@ -290,6 +298,7 @@ class _Run:
                 metrics={
                     "response_length_mean": ordered_mean([float(len(s.token_ids)) for s in samples]),
                     "dropped_samples": len(samples) - len(values),
+                    **proven,
                 },
             )
         )

@@ -31,6 +31,7 @@ from vime.mismatch.redraw import check_redrawn, chosen_sample
 from vime.pipeline.prepare import Prepared
 from vime.runtime.assembly import Sides
 from vime.runtime.diagnosis import Diagnosis, diagnose, judge
+from vime.runtime.held_out import prove
 from vime.runtime.intake import check_sample
 from vime.runtime.observer import Observer
 from vime.runtime.publication import Publisher
@@ -140,7 +141,14 @@ class StepStages:
         self._seals = Seals()
         finished: list[GeneratedSample] = []
         for sample in engine.generate(requests):
-            check_sample(sample, due, engine.engine_id, self.prepared.config.vocab_size)
+            check_sample(
+                sample,
+                due,
+                engine.engine_id,
+                vocab_size=self.prepared.config.vocab_size,
+                context=self.prepared.longest_sequence,
+                detokenize=self.prepared.tokenizer.decode,
+            )
             del due[sample.sample_id]
             self.timeline.append(SampleFinished.of(sample))
             self._seals.put(sample)
@@ -160,6 +168,34 @@ class StepStages:
             return self.generate(prompts, "eval", samples_per_prompt)
         except (InvariantViolation, NumericsError) as error:
             raise InvariantViolation(f"evaluation of version {self._publisher.version}: {error}") from error
+
+    def prove_held_out(self, samples: Sequence[GeneratedSample], evaluation: int) -> dict[str, int]:
+        """What the trainer's own forward and draw say of some samples of an evaluation; counts, see :func:`prove`.
+
+        Raises InvariantViolation where a bit differs, unless the pipeline goes on then.
+        """
+        if not self.exact or not samples:
+            return {}
+        version = self._publisher.version
+        where = f"evaluation of version {version}"
+        try:
+            found = prove(
+                samples,
+                self.sides.trainer,
+                self.prepared.sampling("eval"),
+                seed=self._pipeline.seed,
+                evaluation=evaluation,
+                version=version,
+                digest=self._publisher.digest,
+            )
+        except (InvariantViolation, NumericsError) as error:
+            raise InvariantViolation(f"{where}: {error}") from error
+        if self._pipeline.on_mismatch == "stop" and (found["mismatch_count"] or found["distribution_mismatch_count"]):
+            raise InvariantViolation(
+                f"{where}: {found['mismatch_count']} log-probabilities and {found['distribution_mismatch_count']} "
+                f"distributions of {found['compared_tokens']} compared tokens differ between rollout and trainer"
+            )
+        return found
 
     def give_rewards(
         self, prompts: Sequence[Prompt], samples: Sequence[GeneratedSample], scope: str

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vime.errors import Interrupted, VimeError
+from vime.pipeline.functions import raised_in
 from vime.runtime.sealing import handed_out
 from vime.types import GeneratedSample, Prompt
 
@@ -68,7 +69,7 @@ def call_reward(
             raise RewardFailure(f"no answer within {timeout_s} s")
     value = outcome[0]
     if isinstance(value, BaseException):
-        raise RewardFailure(f"it raised {type(value).__name__}: {value}") from value
+        raise RewardFailure(f"it raised {type(value).__name__}: {value}{raised_in(value, function)}") from value
     try:
         if isinstance(value, (bool, int, float, np.floating, np.integer)) and math.isfinite(float(value)):
             if abs(float(value)) > _LARGEST_REWARD:
@@ -102,7 +103,8 @@ def call_filter(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's function may raise anything, and may not end the run
-        raise Interrupted(f"{what} raised {type(error).__name__} for {where}: {error}; mend it and resume") from error
+        said = f"{what} raised {type(error).__name__} for {where}: {error}{raised_in(error, function)}"
+        raise Interrupted(f"{said}; mend it and resume") from error
     finally:
         _end_of_a_fork(process, what)
     if answers is None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.errors import InputError
 from vime.store.layout import OBSERVED_ARRAYS, ORDER, Axis, Layout
 from vime.store.run_view import RunView
 from vime.timeline.event import Event, decode_value
@@ -104,6 +105,9 @@ def diff_runs(left: Path, right: Path) -> Difference | None:
     a run whose log or arrays are damaged.
     """
     views = RunView.open(left), RunView.open(right)
+    for view in views:
+        if not view.records:
+            raise InputError(f"the log of {view.path} holds no event: there is nothing to compare")
     for view in views:
         for step, event in view.announced_arrays().items():
             view.arrays.read(step, event.stored)
