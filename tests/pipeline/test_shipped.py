@@ -18,7 +18,8 @@ LARGE = [name for name in FILES if "shape" in name]
 H200 = SimpleNamespace(name="sm_90", device="NVIDIA H200", profiles=gpu.PROFILES["sm_90"])
 MINIATURE = (
     "device=cpu", "contract.profile=portable", "contract.dtype=float32", "threads=1",
-    "model.overrides={vocab_size: 64}", "stages.train.moments=device", "stages.rollout.prompts_per_step=2", "stages.rollout.samples_per_prompt=2",
+    "model.overrides={vocab_size: 64}", "stages.train.moments=device", "stages.rollout.prompts_per_step=2",
+    "stages.rollout.samples_per_prompt=2",
     "stages.rollout.sampling.max_new_tokens=6", "stages.reward.parameters={vocabulary: 64, length: 6}",
     "stages.evaluate.prompts=2", "steps=2",
 )  # fmt: skip
