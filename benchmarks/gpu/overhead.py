@@ -24,11 +24,15 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
+import torch
+
+from rlkernel.kernels.vendor.cublas import use_cublaslt
 from vime.pipeline.loading import load_pipeline
 from vime.pipeline.prepare import Prepared, prepare
 from vime.runtime.observer import RunOutcome, Silent
 from vime.runtime.run_loop import run
 
+LIBRARY = torch.backends.cuda.preferred_blas_library()
 MODULE = "benchmarks.gpu.overhead"
 PIPELINE = "pipelines/qwen3-1.7b-shape-h200.yaml"
 ARMS = ("exact", "native")
@@ -58,6 +62,15 @@ class Turns:
             self._condition.notify_all()
 
 
+def settings(arm: str) -> None:
+    """The exact arm lets torch's products run in cuBLASLt without split-K; the native one as torch comes."""
+    if arm == "exact":
+        use_cublaslt()
+        return
+    torch.backends.cuda.preferred_blas_library(LIBRARY)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
 class Arm(Silent):
     """Watches one run and gives its turn away after every step; calls of step ``profiled`` are counted."""
 
@@ -67,8 +80,10 @@ class Arm(Silent):
         self.reports: list[Mapping[str, Any]] = []
 
     def step_started(self, step: int) -> None:
-        """Wait for the turn."""
+        """Wait for the turn, with the settings of torch's products that this arm runs with."""
         self._turns.wait(self.name)
+        if torch.cuda.is_available():
+            settings(self.name)
         if step == self._profiled and self._folder is not None:
             self._profile.enable()
 
