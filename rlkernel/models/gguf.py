@@ -64,7 +64,7 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
     try:
         import gguf
     except ImportError as error:
-        raise ModelError("reading GGUF files needs the package 'gguf': pip install 'vime[gguf]'") from error
+        raise ModelError("reading GGUF files needs the package 'gguf': pip install -e '.[gguf]'") from error
     if not path.is_file():
         raise ModelError(f"{path} does not exist")
     try:

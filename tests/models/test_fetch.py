@@ -34,7 +34,7 @@ def test_pip_is_missing(tmp_path, monkeypatch):
 
 def test_gguf_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"vime\[gguf\]"):
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[gguf\]'"):
         fetch_smollm2_135m(tmp_path / "m")
 
 

@@ -250,7 +250,7 @@ def test_other_files(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", model())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'vime[gguf]'" in refusal(path)
+    assert "pip install -e '.[gguf]'" in refusal(path)
 
 
 def test_names():
