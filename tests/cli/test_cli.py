@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -27,6 +28,7 @@ from vime.doctor import examine
 from vime.errors import InputError, Interrupted, InvariantViolation
 from vime.pipeline.schema import Pipeline, Rollout, Train
 from vime.store.lock import RunLock
+from vime.store.run_directory import RunDirectory
 from vime.timeline.diff import Difference
 from vime.timeline.events import SampleFinished
 from vime.timeline.log import read_log
@@ -148,10 +150,44 @@ def test_a_run_in_the_way_is_moved_aside_only_when_asked(pipeline: Path, tmp_pat
     TinyRun(tmp_path / "run").run()
     before = (tmp_path / "run/timeline.jsonl").read_bytes()
     assert call("run", pipeline) == 2
-    assert "--fresh" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--fresh" in message and "is finished. See it: vime report" in message and "resume" not in message
     assert set_aside(tmp_path / "run") == tmp_path / "run.1"
     assert (tmp_path / "run.1/timeline.jsonl").read_bytes() == before
     assert set_aside(tmp_path / "run") is None
+
+
+def test_a_run_that_is_not_finished_can_be_continued(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "out put" / "it's"
+    TinyRun(folder).run()
+    content = (folder / "timeline.jsonl").read_bytes()
+    (folder / "timeline.jsonl").write_bytes(content[: content.rindex(b"\n", 0, -1) + 1])
+    file = tmp_path / "small.yaml"
+    file.write_text(text())
+    setting = f'run_directory="{folder}"'
+    assert call("run", file, "--set", setting) == 2
+    message = capsys.readouterr().err
+    command = re.search(r"Continue it: (vime resume .*?)\. Keep it", message)
+    assert command and shlex.split(command[1]) == ["vime", "resume", str(folder)]
+    with pytest.raises(InputError) as caught:
+        RunDirectory.create(folder, "")
+    command = re.search(r"continue it with: (vime resume .*?), or name another", str(caught.value))
+    assert command and shlex.split(command[1]) == ["vime", "resume", str(folder)]
+    assert "delete" not in str(caught.value)
+
+
+def test_a_run_that_is_alive_is_said_to_be(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Whether it was there when the pipeline was checked, or another start made it since."""
+    TinyRun(tmp_path / "run").run()
+    lock = RunLock(tmp_path / "run")
+    assert call("run", pipeline) == 2
+    checked = capsys.readouterr().err
+    with pytest.raises(InputError) as caught:
+        RunDirectory.create(tmp_path / "run", "")
+    for message in (checked, str(caught.value)):
+        assert f"alive (process {os.getpid()} on " in message and "wait until it ends" in message
+        assert "delete" not in message and "resume" not in message
+    lock.close()
 
 
 def test_a_run_that_is_alive_is_never_moved(pipeline: Path, tmp_path: Path, capsys: Capture) -> None:

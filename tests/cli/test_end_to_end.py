@@ -93,6 +93,21 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, capsys: Capture, m
     assert "2 of 2" in capsys.readouterr().out
 
 
+def test_weights_that_cannot_be_loaded_leave_no_run_behind(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(text(tmp_path / "a"))
+    assert call("run", file, "--set", "steps=1", "--set", "checkpoint.every=1") == 0
+    model = next((tmp_path / "a/checkpoints").iterdir())
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    capsys.readouterr()
+    settings = ("--set", f"model={{path: {model}}}", "--set", f"run_directory={tmp_path}/b")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert call("run", file, *settings) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 def test_a_failing_reward_stops_resumable_and_resume_goes_on(tmp_path: Path, capsys: Capture) -> None:
     reward = tmp_path / "mine.py"
     body = "def score(prompt, sample, text):\n    {}\n    return float(len(text))\n"

@@ -50,6 +50,8 @@ def test_plain_lines() -> None:
     assert "step 1 (2 of 2)  reward -  nothing compared: 10 kv_version  loss" in shown
     assert "steps that compared nothing" in shown
     assert "held-out reward 0.900 after 2 steps" in shown
+    assert shown.count("  rollout: samples are generated\n") == 1  # until the first step is done
+    assert shown.splitlines()[-1] == "report: runs/x/report.html"
 
 
 def test_json_lines() -> None:

@@ -19,6 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from vime.cli.tables import evaluation_line, number, report_line, summary, summary_table
 from vime.cli.words import counted
 from vime.runtime.observer import RunOutcome
+from vime.store.names import REPORT_NAME
+
+PREPARING = (
+    "preparing: data, weights, and kernels, which a first start on a machine compiles and compares with their contract"
+)
+
+
+def report_place(outcome: RunOutcome) -> str:
+    """Where the run's page for people lies."""
+    return f"report: {outcome.run_directory / REPORT_NAME}"
 
 
 class StopSwitch:
@@ -48,12 +58,23 @@ def stop_on_signals() -> Iterator[StopSwitch]:
             signal.signal(number, handler)
 
 
+_SLOW_STAGES = {
+    "evaluate": "held-out samples are generated and rewarded",
+    "rollout": "samples are generated",
+    "score": "the trainer computes their log-probabilities again",
+    "train": "gradients and updates",
+}
+
+
 class _Base:
     """What all observers share: the switch."""
 
     def __init__(self, switch: StopSwitch) -> None:
         self._switch = switch
         self.done = False
+
+    def preparing(self) -> None:
+        """Nothing to show."""
 
     def started(self, run_directory: Path, first_step: int, steps: int) -> None:
         """Nothing to show."""
@@ -89,9 +110,19 @@ class PlainObserver(_Base):
         super().__init__(switch)
         self._stream = stream or sys.stdout
         self._steps = 0
+        self._shown = False
 
     def _line(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+    def preparing(self) -> None:
+        """Say why nothing else comes for a while."""
+        self._line(PREPARING)
+
+    def stage(self, name: str) -> None:
+        """Name the slow stages until the first step is done: with a large model they take minutes."""
+        if not self._shown and name in _SLOW_STAGES:
+            self._line(f"  {name}: {_SLOW_STAGES[name]}")
 
     def started(self, run_directory: Path, first_step: int, steps: int) -> None:
         """Say where the run is."""
@@ -101,6 +132,7 @@ class PlainObserver(_Base):
 
     def step_finished(self, report: Mapping[str, Any]) -> None:
         """The step in one line."""
+        self._shown = True
         self._line(report_line(report, self._steps))
 
     def evaluated(self, evaluation: Mapping[str, Any]) -> None:
@@ -112,6 +144,7 @@ class PlainObserver(_Base):
         super().finished(outcome)
         console = Console(file=self._stream, width=100, color_system=None)
         console.print(summary_table(outcome))
+        self._line(report_place(outcome))
 
 
 class JsonObserver(_Base):
@@ -149,6 +182,7 @@ class JsonObserver(_Base):
             "run_directory": str(outcome.run_directory),
             "manifest_digest": outcome.manifest_digest,
             "message": outcome.message,
+            "report": str(outcome.run_directory / REPORT_NAME),
             **summary(outcome),
         }
         self._line("finished", data)
@@ -174,9 +208,13 @@ class BarObserver(_Base):
         self._stage = ""
         self._shown = 0.0
 
+    def preparing(self) -> None:
+        """Say why nothing else comes for a while."""
+        self._console.print(PREPARING, highlight=False)
+
     def started(self, run_directory: Path, first_step: int, steps: int) -> None:
         """Show the bar."""
-        self._console.print(f"run {run_directory}", highlight=False)
+        self._console.print(f"run {run_directory}", highlight=False, markup=False, soft_wrap=True)
         self._task = self._progress.add_task("", total=steps, completed=first_step, stage="", figures="")
         self._progress.start()
 
@@ -220,6 +258,7 @@ class BarObserver(_Base):
         super().finished(outcome)
         self.close()
         self._console.print(summary_table(outcome))
+        self._console.print(report_place(outcome), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

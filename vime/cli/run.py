@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -148,9 +149,10 @@ def _last_line(as_json: bool) -> Iterator[None]:
 def _drive(prepared: Prepared, as_json: bool, *, resume: bool, shown: str | None = None) -> int:
     """Run or resume. ``shown`` is how the user names the run's folder, where the pipeline names it otherwise."""
     from vime.cli.progress import observing
+    from vime.pipeline.machine import is_finished
     from vime.runtime.run_loop import run as run_pipeline
 
-    folder = shown or prepared.pipeline.run_directory
+    folder = shlex.quote(shown or prepared.pipeline.run_directory)
 
     def hint() -> str:
         if (Path(prepared.pipeline.run_directory) / "timeline.jsonl").is_file():
@@ -158,6 +160,8 @@ def _drive(prepared: Prepared, as_json: bool, *, resume: bool, shown: str | None
         return f"nothing was written to {folder} yet: start the run again"
 
     with observing(as_json) as observer:
+        if not is_finished(Path(prepared.pipeline.run_directory)):
+            observer.preparing()
         try:
             outcome = run_pipeline(prepared, resume=resume, observer=observer)
         except Interrupted as error:

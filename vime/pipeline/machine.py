@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from vime.pipeline.paths import unusable_path
 from vime.pipeline.problems import Problem
 from vime.pipeline.schema import Pipeline
 from vime.pipeline.sizes import bytes_per_block, kv_blocks, longest_sequence
+from vime.store.lock import holder_of
 
 _BYTES_PER_TOKEN = 64  # token, mask, version, both sides' log-probability, entropy and digest, and the log's share
 _BYTES_PER_SAMPLE = 4096
@@ -24,6 +27,7 @@ _BYTES_PER_PARAMETER = 28  # master, both moments, gradient; weights of trainer 
 _GPU_BYTES_PER_PARAMETER = 8  # master, gradient
 _MOMENTS = 8
 _COPIES = 4  # of the weights on a GPU: the trainer's two, the served and the staged ones
+_LAST_BYTES = 2**16  # of the log; its last line, that of a finished run, has a few hundred
 _BYTES_PER_SEQUENCE = 96  # bookkeeping of one running sequence, beside its table of blocks
 
 
@@ -42,15 +46,37 @@ def check_run_directory(loaded: LoadedPipeline, *, new_run: bool) -> list[Proble
         if not holds_run(path):
             message = f"{name!r} is not empty and holds no run: name a folder that does not exist"
             return [loaded.problem(key, message)]
-        message = (
-            f"{name!r} holds a run already. Continue it: vime resume {name}. Keep it and start again beside it: "
-            "--set run_directory=OTHER. Move it aside and start again: --fresh"
-        )
-        return [loaded.problem(key, message)] if new_run else []
+        return [loaded.problem(key, _in_the_way(name))] if new_run else []
     parent = _existing(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return [loaded.problem(key, f"{name!r} cannot be made: {str(parent)!r} is not a writable folder")]
     return []
+
+
+def _in_the_way(name: str) -> str:
+    """What a new run finds in its folder, and what can be done."""
+    path, quoted = Path(name), shlex.quote(name)
+    if holder := holder_of(path):
+        return (
+            f"{name!r} holds a run that is alive ({holder} works on it): wait until it ends, or start beside it: "
+            "--set run_directory=OTHER"
+        )
+    again = "Keep it and start again beside it: --set run_directory=OTHER. Move it aside and start again: --fresh"
+    if is_finished(path):
+        return f"{name!r} holds a run that is finished. See it: vime report {quoted}. {again}"
+    return f"{name!r} holds a run already. Continue it: vime resume {quoted}. {again}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the last line of a run's log is that of its end. Only that line is read, and nothing is verified."""
+    try:
+        with (folder / "timeline.jsonl").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+            last = log.read().rstrip(b"\n").rpartition(b"\n")[2]
+        event = json.loads(last)
+    except (OSError, ValueError):
+        return False
+    return isinstance(event, dict) and event.get("type") == "run_finished"
 
 
 def holds_run(folder: Path) -> bool:

@@ -56,6 +56,21 @@ class RunLock:
             self._descriptor = -1
 
 
+def holder_of(folder: Path) -> str | None:
+    """The process that works on a run directory now, in words; None where none does. Nothing is written."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _describe(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _describe(holder: str) -> str:
     try:
         data = json.loads(holder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from vime.store.announced import announced_files, check_announced, sha256
 from vime.store.arrays import ArrayStore, describe_array
 from vime.store.checkpoints import Checkpoint, CheckpointStore
 from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
-from vime.store.lock import RunLock
+from vime.store.lock import RunLock, holder_of
 from vime.store.names import (
     ARRAYS_NAME,
     CHECKPOINTS_NAME,
@@ -266,6 +267,16 @@ class RunDirectory:
         """report.html."""
         write_file(self.path / REPORT_NAME, html.encode())
 
+    def discard_unbegun(self) -> bool:
+        """Remove the folder of a run whose log has no event yet; says whether it was removed. Close it all the same."""
+        if self.timeline.head.seq >= 0:
+            return False
+        gone = self.path.with_name(f".{self.path.name}{_BUILDING}{os.getpid()}")
+        with disk_errors(str(self.path)):
+            os.rename(self.path, gone)  # at once: nobody finds half of it
+            shutil.rmtree(gone, ignore_errors=True)
+        return True
+
     def close(self) -> None:
         """Sync the log, and let others use the directory."""
         try:
@@ -313,8 +324,14 @@ def _refuse_existing(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise InputError(f"the run directory {path} is a file; name a folder that does not exist")
     if (path / LOG_NAME).exists():
+        if holder := holder_of(path):
+            raise InputError(
+                f"{path} holds a run that is alive ({holder} works on it): wait until it ends, or name another "
+                "run_directory"
+            )
         raise InputError(
-            f"{path} holds a run already: continue it with 'vime resume {path}', choose another name, or delete it"
+            f"{path} holds a run already: continue it with: vime resume {shlex.quote(str(path))}, or name another "
+            "run_directory ('vime run --fresh' moves it aside)"
         )
     if path.exists() and any(path.iterdir()):
         raise InputError(f"the run directory {path} is not empty; name a folder that does not exist")
