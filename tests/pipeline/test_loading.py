@@ -93,6 +93,7 @@ def test_everything_wrong_is_reported_at_once_with_its_place() -> None:
     [
         ("stepz=3", "steps"),
         ("stages.train.optimizer.learningrate=1", "stages.train.optimizer.learning_rate"),
+        ("stages.train.optimizer.lr=1", "its keys are learning_rate, betas, "),
         ("steps.a=1", "'steps' has no keys inside"),
         ("steps", "KEY.KEY=VALUE"),
         ("steps=[1", "not YAML"),

@@ -6,10 +6,12 @@ import asyncio
 import gc
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from functools import wraps
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -117,9 +119,22 @@ def test_a_failing_reward_drops_its_sample_with_the_reason(vime, name):
     ended = vime.run(f"stages.reward.function={PUBLIC}.{name}", "steps=1", *drop)
     assert (ended.code, ended.error) == (0, None)
     (dropped,) = (event for event in ended.events if isinstance(event, SampleDropped))
-    assert (str(dropped.sample_id), dropped.reason) == ("train/0/2", f"reward: {REWARDS[name]}")
+    assert str(dropped.sample_id) == "train/0/2"
+    place = r" \(test_fault_functions\.py:\d+\)" if "it raised" in REWARDS[name] else ""
+    assert re.fullmatch(re.escape(f"reward: {REWARDS[name]}") + place, dropped.reason)
     (report,) = ended.reports
     assert report["num_samples"] == 7 and report["dropped_samples"] == {"reward": 1}
+
+
+def test_what_a_function_raised_is_named_with_its_file_and_line(vime):
+    ended = vime.run(f"stages.reward.function={PUBLIC}.leaving_reward")
+    lines = Path(__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, start=1) if text.strip() == 'sys.exit("not installed: judge")')
+    assert f"SystemExit: not installed: judge (test_fault_functions.py:{line})" in ended.message
+    ended = vime.run(f"stages.filter.function={PUBLIC}.raising_filter")
+    begin = lines.index("def raising_filter(samples: Any, rewards: Any) -> list[bool]:")
+    line = next(n for n, text in enumerate(lines, start=1) if n > begin and "raise RuntimeError" in text)
+    assert f"no judge (test_fault_functions.py:{line}); mend it and resume" in ended.message
 
 
 def test_an_incomplete_group_is_dropped_as_a_whole_where_so_declared(vime):

@@ -106,6 +106,13 @@ def test_json_lines(tmp_path: Path) -> None:
     file.write_text('{"text": "1"}\n{"text"\n')
     with pytest.raises(InputError, match=r"a\.jsonl:2"):
         jsonl.rows("train", train=str(file))
+    file.write_text('{"text": "1"}\n{"text"\n\n[1]\n{"text": "2"}\nfour\n')
+    with pytest.raises(InputError) as caught:
+        jsonl.rows("train", train=str(file))
+    assert [f"a.jsonl:{line}: " in str(caught.value) for line in range(1, 7)] == [False, True, False, True, False, True]
+    file.write_text("no\n" * 25)
+    with pytest.raises(InputError, match=r"a\.jsonl:10: [^:]*; and 15 more lines$"):
+        jsonl.rows("train", train=str(file))
     file.write_text("[1]\n")
     with pytest.raises(InputError, match=r"a\.jsonl:1"):
         jsonl.rows("train", train=str(file))

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,6 +112,25 @@ def load_function(
         raise FunctionProblem(f"{name!r} has no source file; its digest is part of the run's identity")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return UserFunction(name, functools.partial(function, **parameters), file, digest)
+
+
+def raised_in(error: BaseException, function: Callable[..., Any]) -> str:
+    """`` (FILE:LINE)`` of the innermost frame in the user's code: the file of ``function``, or one beside or below it.
+
+    Empty where there is none. Only the file's name, so that a logged reason is the same in every folder.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return ""
+    folder = Path(code.co_filename).resolve().parent
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename).resolve()
+        if file.is_relative_to(folder) and ("site-packages" in folder.parts or "site-packages" not in file.parts):
+            place = f" ({file.name}:{frame.lineno})"
+    return place
 
 
 def _find(name: str, signature: Signature, tasks: Mapping[str, str]) -> tuple[Any, ModuleType]:

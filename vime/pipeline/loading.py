@@ -154,7 +154,9 @@ def _apply_override(source: YamlSource, override: str) -> list[Problem]:
             near = nearest_name(part, section.model_fields)
             prefix = ".".join(parts[:i])
             full = f"{prefix}.{near}" if prefix and near else near
-            return [Problem(where, 0, 0, name, f"there is no key {part!r} in {prefix or 'a pipeline'}", full)]
+            choices = "" if near is not None else f"; its keys are {', '.join(section.model_fields)}"
+            message = f"there is no key {part!r} in {prefix or 'a pipeline'}{choices}"
+            return [Problem(where, 0, 0, name, message, full)]
         if _is_mapping(section, part):
             break  # parameters and overrides: free keys inside
         section = section_at(tuple(parts[: i + 1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlkernel.errors import RlkernelError
 from vime.errors import InputError, VimeError
-from vime.pipeline.functions import UserFunction
+from vime.pipeline.functions import UserFunction, raised_in
 from vime.pipeline.loading import LoadedPipeline
 from vime.pipeline.model import ResolvedModel
 from vime.pipeline.problems import Problem
@@ -41,6 +41,7 @@ def call_source(loaded: LoadedPipeline, source: UserFunction, problems: list[Pro
             continue
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             message = f"the data source {source.name!r} raised {type(error).__name__} for {namespace!r}: {error}"
+            message += raised_in(error, source.call)
             problems.append(loaded.problem("data.source", message))
             continue
         if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")) or isinstance(made, str | bytes | Mapping):

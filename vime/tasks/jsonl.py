@@ -11,6 +11,8 @@ from typing import Any, overload
 from vime.errors import InputError
 from vime.types import GeneratedSample, Namespace, Prompt
 
+_SHOWN = 10
+
 
 @dataclass(frozen=True)
 class JsonRows(Sequence[Mapping[str, Any]]):
@@ -43,7 +45,7 @@ def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequen
     """Read the file of a namespace (paths are relative to the current directory).
 
     Raises:
-        InputError: a file is missing or unreadable, or a line is no row; file and line are named.
+        InputError: a file is missing or unreadable, or lines are no rows; all are named (of many the first ten).
     """
     name = eval if namespace == "eval" else train
     if name is None:
@@ -59,6 +61,7 @@ def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequen
         raise InputError(f"data file {name[:200]!r} cannot be read: {error}") from error
     found: list[Mapping[str, Any]] = []
     lines: list[int] = []
+    wrong: list[str] = []
     # not splitlines(): that also cuts at U+2028 and others, which a JSON string may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -66,13 +69,19 @@ def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequen
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            wrong.append(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})")
+            continue
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON that can be read ({error})") from error
+            wrong.append(f"{path}:{number}: not JSON that can be read ({error})")
+            continue
         if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}: a row is an object with 'text' or 'messages', not {line[:40]!r}")
+            wrong.append(f"{path}:{number}: a row is an object with 'text' or 'messages', not {line[:40]!r}")
+            continue
         found.append(row)
         lines.append(number)
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more lines" if len(wrong) > _SHOWN else ""
+        raise InputError("; ".join(wrong[:_SHOWN]) + more)
     return JsonRows(path, tuple(found), tuple(lines))
 
 
