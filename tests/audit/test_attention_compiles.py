@@ -171,16 +171,12 @@ def test_a_reciprocal_and_two_corrections_divide_as_division_does() -> None:
     low, high = attention_hopper._DIVIDEND_LOW.value, attention_hopper._DIVIDEND_HIGH.value
     bounds = attention_hopper._DIVISOR_LOW.value, attention_hopper._DIVISOR_HIGH.value
     generator = torch.Generator().manual_seed(1)
-    near_one = (0x3F7FFF00, 0x3F800100)
+    dividends = ((low, high), (low, low + 4096), (high - 4096, high), (0x3F7FF000, 0x3F801000))
+    divisors = (bounds, (bounds[0], bounds[0] + 4096), (bounds[1] - 4096, bounds[1]), (0x3F7FFF00, 0x3F800100))
     differing = 0
-    for ends in ((low, high), (low, low + 4096), (high - 4096, high), (0x3F7FF000, 0x3F801000)):
-        for divisors in (
-            bounds,
-            (bounds[0], bounds[0] + 4096),
-            (bounds[1] - 4096, bounds[1]),
-            (0x3F7FFF00, 0x3F800100),
-        ):
-            x, total = _between(*ends, 1 << 16, generator), _between(*divisors, 1 << 16, generator)
+    for ends in dividends:
+        for others in divisors:
+            x, total = _between(*ends, 1 << 16, generator), _between(*others, 1 << 16, generator)
             x[::2] = -x[::2]
             x[2] = 0.0
             want = div(x, total).view(torch.int32)
