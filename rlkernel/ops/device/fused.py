@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel.kernels.triton import launch, launch_attention, launch_heads, launch_rows
+from rlkernel.kernels.triton import launch, launch_attention, launch_decode, launch_heads, launch_rows
 from rlkernel.kernels.triton.attention_points import attention_points
 from rlkernel.models.definition import ModelDefinition, Region
 from rlkernel.ops.device import linear
@@ -136,9 +136,9 @@ class FusedBody:
             w=w, eps=host.config.rms_norm_eps, overlaps=overlaps,
         )  # fmt: skip
         splits = -(-(batch.last_position + 1) // points.split)
-        return launch_attention.attention_decode(
-            q, k_pages, v_pages, state.block_table, batch.positions, splits, points
-        )[0]
+        return launch_decode.decode_attention(
+            q, k_pages, v_pages, state.block_table, batch.positions, splits, points, overlaps=overlaps
+        )
 
     def _rotated(
         self, layer: dict[str, Region], fused: Tensor, which: int, rotation: launch_heads.Rotation, host: DeviceHost
