@@ -60,4 +60,5 @@ def check_fields(data: dict[str, Any], names: list[str], path: str, what: str) -
     """Raise ContractError unless an object has exactly these fields."""
     unknown, missing = sorted(set(data) - set(names)), sorted(set(names) - set(data))
     if unknown or missing:
-        raise ContractError(f"{path}: unknown fields {unknown}, missing fields {missing}; {what} has {sorted(names)}")
+        wrong = [f"unknown fields {unknown}"] * bool(unknown) + [f"missing fields {missing}"] * bool(missing)
+        raise ContractError(f"{path}: {', '.join(wrong)}; {what} has {sorted(names)}")

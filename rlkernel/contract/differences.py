@@ -25,13 +25,24 @@ class Difference:
     left: Any
     right: Any
 
-    def sentence(self, left: str = "one side", right: str = "the other") -> str:
-        """The field and both values in words; ``left`` and ``right`` name the sides."""
-        return f"{'.'.join(self.path)}: {self.left!r} on {left}, {self.right!r} on {right}"
+    def sentence(self, left: str = "on one side", right: str = "on the other") -> str:
+        """The field and both values in words; ``left`` and ``right`` say where they stand."""
+        return f"{'.'.join(self.path)}: {self.left!r} {left}, {self.right!r} {right}"
 
 
 def differences(left: Any, right: Any, path: tuple[str, ...] = ()) -> list[Difference]:
-    """Every differing field, in the order of its path; lists of pairs are compared by the pairs' first element."""
+    """Every differing field, in the order of its path.
+
+    Lists of pairs are compared by the pairs' first element, lists of objects by their ``name``, where these are
+    distinct; of objects that both have, another order is a difference too.
+    """
+    if _are_objects(left) and _are_objects(right):
+        names = [[item["name"] for item in side] for side in (left, right)]
+        common = [[name for name in side if name in set(names[0]) & set(names[1])] for side in names]
+        parted = next((pair for pair in zip(*common, strict=True) if pair[0] != pair[1]), None)
+        order = [] if parted is None else [Difference((*path, "order"), *parted)]
+        one, other = ({item["name"]: item for item in side} for side in (left, right))
+        return [*differences(one, other, path), *order]
     left, right = _named(left), _named(right)
     if isinstance(left, dict) and isinstance(right, dict):
         return [
@@ -50,6 +61,14 @@ def differences(left: Any, right: Any, path: tuple[str, ...] = ()) -> list[Diffe
 
 def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)  # 1 is not true
+
+
+def _are_objects(value: Any) -> bool:
+    """Whether a value is a list of objects with distinct names."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return False
+    names = [item.get("name") for item in value]
+    return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
 
 
 def _named(value: Any) -> Any:

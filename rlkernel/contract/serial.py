@@ -75,7 +75,7 @@ def contract_from_json(data: Any, where: str = "contract") -> Contract:
     if found:
         raise ContractError(
             f"{where} is not what this version makes of its model and claims: "
-            + "; ".join(difference.sentence("this version", "the file") for difference in found[:5])
+            + "; ".join(difference.sentence("in this version", "in the file") for difference in found[:5])
         )
     return contract
 

@@ -11,7 +11,7 @@ from rlkernel.contract.build import FORWARD_CASES
 from rlkernel.contract.serial import read_contract
 from tests.pipeline.helpers import text
 from tests.runtime.helpers import PIPELINE, run
-from vime.cli.contract import read_pipeline_contract
+from vime.cli.contract import _ranges, read_pipeline_contract
 from vime.cli.main import invoke
 
 QUICKSTART = str(Path(__file__).parents[2] / "pipelines/quickstart.yaml")
@@ -53,7 +53,7 @@ def test_show_prints_every_region_and_case_with_six_points(capsys: Capture):
         assert printed.count(f"  {point}  ") == rows
     assert "between regions" in printed
     first = printed.index("qkv_proj   ")
-    assert printed[first:].split("\n")[0].split()[1] == "rollout_prefill"  # equal cases share a row
+    assert printed[first:].split("\n")[0].split()[1:3] == ["cases", "rollout_prefill,"]  # equal cases share a row
     assert printed.index("trainer_recompute", first) < printed.index("qk_norm", first)
 
 
@@ -133,6 +133,34 @@ def test_differences_are_named_with_both_values_and_the_cases_folded(capsys: Cap
     assert code == 1
     paths = {tuple(row["path"]): (row["left"], row["right"]) for row in lines(printed)}
     assert paths["numerical_policy", "entries", "trainer_score/o_proj", "split", "leaves"] == (1, 2)
+
+
+def test_regions_are_compared_one_by_one(capsys: Capture, pipeline: str, tmp_path: Path):
+    other = tmp_path / "other.yaml"
+    other.write_text(Path(pipeline).read_text().replace("tiny-qwen3", "tiny-llama"))
+    code, printed, _ = call(capsys, "diff", pipeline, str(other))
+    assert code == 1
+    found = {line.partition(": ")[0]: line.partition(": ")[2] for line in printed.splitlines()}
+    assert found["semantic.regions.layers.N.qk_norm in layers 0 to 1"] == f"present in {pipeline}, absent in {other}"
+    assert "layers.0.k_normed" in found["semantic.regions.layers.N.rope.inputs[1] in layers 0 to 1"]
+    assert not any(name == "semantic.regions" for name in found) and max(map(len, printed.splitlines())) < 600
+
+
+def test_layers_are_folded_into_ranges():
+    assert _ranges([3]) == "layer 3" and _ranges([5, 0, 2, 3, 4]) == "layers 0, 2 to 5"
+
+
+def test_a_damaged_file_is_named_by_what_is_wrong_with_it(capsys: Capture, pipeline: str, tmp_path: Path):
+    file = tmp_path / "damaged.json"
+    call(capsys, "export", pipeline, str(file))
+    whole = file.read_text()
+    file.write_text("{}")
+    code, _, message = call(capsys, "diff", pipeline, str(file))
+    assert code == 2 and "missing fields ['numerical_policy', 'semantic']" in message and "unknown" not in message
+    file.write_text(whole.replace('"rms_norm"', '"rms_nrm"', 1))
+    code, _, message = call(capsys, "diff", pipeline, str(file))
+    assert code == 2 and "'rms_norm' in this version, 'rms_nrm' in the file" in message
+    assert "semantic.regions.layers.0.attention_norm.kind" in message
 
 
 def test_what_cannot_be_compared_is_refused(capsys: Capture, pipeline: str, tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from rlkernel.contract.build import build_contract
 from rlkernel.contract.canonical import canonical_json
 from rlkernel.contract.claims import Topology
-from rlkernel.contract.differences import differences
+from rlkernel.contract.differences import ABSENT, differences
 from rlkernel.contract.serial import contract_from_json, contract_text, read_contract
 from rlkernel.errors import ContractError
 from rlkernel.models.config import RopeConfig
@@ -78,8 +78,11 @@ POLICY, MODEL, ENTRY = (
         (_set(*MODEL, "rope", "kind", to="magic"), "semantic.model.rope.kind is 'magic'"),
         (_set(*MODEL, "rope", "parameters", "factor", to="f32:3f800000"), "'f32:3f800000' is no bit pattern: f64"),
         (_set("semantic", "cases", to=[]), "semantic.cases"),
-        (_set("semantic", "regions", 0, "kind", to="rope"), r"semantic.regions\[0\].kind: 'embedding' on this version"),
-        (_set(*POLICY, "schema", to=99), "numerical_policy.schema: 1 on this version, 99 on the file"),
+        (
+            _set("semantic", "regions", 0, "kind", to="rope"),
+            r"semantic.regions.embedding.kind: 'embedding' in this version",
+        ),
+        (_set(*POLICY, "schema", to=99), "numerical_policy.schema: 1 in this version, 99 in the file"),
         (_set(*POLICY, "temperature", to=0.7), "numerical_policy.temperature is the raw float 0.7"),
         (_set(*POLICY, "temperature", to="warm"), "'warm' is no bit pattern"),
         (_set(*POLICY, "topology", "tp", to="2"), "topology.tp is '2': int is needed"),
@@ -125,7 +128,21 @@ def test_differences_name_the_field_and_both_values():
         ("a.c[1]", 2, 3),
         ("a.d", 1, True),
     ]
-    assert [d.sentence("A", "B") for d in found[3:]] == ["a.e: 0 on A, absent on B", "a.f: absent on A, None on B"]
+    assert [d.sentence("on A", "on B") for d in found[3:]] == [
+        "a.e: 0 on A, absent on B",
+        "a.f: absent on A, None on B",
+    ]
     one, two = CONTRACTS["plain"], build_contract(CONFIG, dtype="bfloat16")
     for found in differences(one.as_json(), two.as_json()):
         assert found.path[0] == "numerical_policy" and found.left != found.right
+
+
+def test_lists_of_named_objects_are_compared_by_name_and_order():
+    one = [{"name": "a", "x": 1}, {"name": "b", "x": 2}, {"name": "c", "x": 3}]
+    assert differences(one, [dict(item) for item in one]) == []
+    found = differences({"l": one}, {"l": [one[0], {"name": "c", "x": 4}]})
+    assert [(d.path, d.left, d.right) for d in found] == [(("l", "b"), one[1], ABSENT), (("l", "c", "x"), 3, 4)]
+    swapped = differences({"l": one}, {"l": [one[0], one[2], one[1]]})
+    assert [(d.path, d.left, d.right) for d in swapped] == [(("l", "order"), "b", "c")]
+    repeated = differences({"l": one}, {"l": [one[0], one[0], one[2]]})
+    assert repeated and repeated[0].path[0].startswith("l")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rlkernel.contract.build import Contract
     from rlkernel.contract.differences import Difference
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_NUMBER = re.compile(r"(?<=\blayers\.)\d+|(?<=\bstream\.)\d+")
 PIPELINE_SUFFIXES = (".yaml", ".yml")
 
 
@@ -90,15 +93,13 @@ def _points_table(rows: Any) -> Table:
     from rlkernel.contract.table import describe
 
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
-    for name in ("region", "cases", "point", "what it is"):
+    for name in ("region", "point", "what it is"):
         table.add_column(name, no_wrap=name != "what it is", overflow="fold")
     for row in rows:
+        table.add_row(row.region, "cases", ", ".join(row.cases))
         points = list(describe(row.points).items())
-        height = max(len(points), len(row.cases))
-        for i in range(height):
-            point, text = points[i] if i < len(points) else ("", "")
-            case = row.cases[i] if i < len(row.cases) else ""
-            table.add_row(row.region if i == 0 else "", case, point, text, end_section=i == height - 1)
+        for i, (point, text) in enumerate(points, start=1):
+            table.add_row("", point, text, end_section=i == len(points))
     return table
 
 
@@ -169,16 +170,38 @@ def diff(left: str, right: str, as_json: bool) -> int:
 
 
 def folded(found: list[Difference]) -> list[tuple[str, list[str], Difference]]:
-    """Differences by field; those of one region's entries that are equal in several cases become one."""
+    """Differences by field; those of one region that are equal in several cases, or layers, become one.
+
+    The second element lists the cases, or says which layers (whose number is N in the field).
+    """
     groups: dict[tuple[str, str, str], tuple[list[str], Difference]] = {}
+    layers: dict[tuple[str, str, str], list[int]] = {}
     for item in found:
         path, cases = list(item.path), []
+        if path[:2] == ["semantic", "regions"] and (layer := _LAYER.match(path[2])):
+            texts = (".".join(path), repr(item.left), repr(item.right))
+            folded_key = (_NUMBER.sub("N", texts[0]), _NUMBER.sub("N", texts[1]), _NUMBER.sub("N", texts[2]))
+            groups.setdefault(folded_key, ([], item))
+            layers.setdefault(folded_key, []).append(int(layer[1]))
+            continue
         if path[:2] == ["numerical_policy", "entries"]:
             case, _, region = path[2].partition("/")
             path, cases = [region, *path[3:]], [case]
         key = (".".join(path), repr(item.left), repr(item.right))
         groups.setdefault(key, ([], item))[0].extend(cases)
-    return [(field, cases, item) for (field, _, _), (cases, item) in groups.items()]
+    return [(key[0], [_ranges(layers[key])] if key in layers else cases, item) for key, (cases, item) in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``layer 3``, ``layers 0, 2 to 27``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    shown = ", ".join(" to ".join(map(str, part)) for part in parts)
+    return f"layer{'' if len(numbers) == 1 else 's'} {shown}"
 
 
 def _plain(value: Any) -> Any:

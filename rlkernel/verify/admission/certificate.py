@@ -122,7 +122,8 @@ def certificate_from_json(data: Any) -> Certificate:
     names = {item.name for item in fields(Certificate)} | {"schema"}
     unknown, missing = sorted(set(data) - names), sorted(names - set(data))
     if unknown or missing:
-        raise ContractError(f"a certificate with unknown fields {unknown} and missing fields {missing}")
+        wrong = [f"unknown fields {unknown}"] * bool(unknown) + [f"missing fields {missing}"] * bool(missing)
+        raise ContractError(f"a certificate with {' and '.join(wrong)}")
     if data["schema"] != SCHEMA:
         raise ContractError(f"a certificate of schema {data['schema']!r}; schema {SCHEMA} can be read")
     values = {name: value for name, value in data.items() if name != "schema"}
