@@ -82,7 +82,8 @@ class Compiled:
 
 def compile_variant(variant: Variant, target: Target) -> Compiled:
     """Compile ahead of time. Errors of the compiler are passed on."""
-    constants = dict(variant.constants)
+    defaults = {p.name: p.default for p in variant.function.params if p.is_constexpr and p.has_default}
+    constants = defaults | dict(variant.constants)
     types = dict(variant.signature)
     signature = {name: types.get(name, "constexpr") for name in variant.function.arg_names}
     missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in constants]
