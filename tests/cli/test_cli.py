@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import click
 import pytest
 
 from tests.cli.closed_pipe import without_reader
@@ -20,7 +21,7 @@ from tests.pipeline.helpers import text
 from tests.store.tiny_run import TinyRun
 from vime.cli.differences import difference_lines
 from vime.cli.exits import CLOSED_PIPE
-from vime.cli.main import invoke
+from vime.cli.main import cli, invoke
 from vime.cli.progress import StopSwitch, stop_on_signals
 from vime.cli.readable import iso_time, token_text
 from vime.cli.run import load_to_resume, set_aside
@@ -472,3 +473,13 @@ def test_help_names_every_command(capsys: Capture) -> None:
     out = capsys.readouterr().out
     for name in ("run", "resume", "check", "report", "provenance", "timeline", "diff", "doctor", "model"):
         assert name in out
+
+
+def test_no_summary_of_a_command_is_cut(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    groups = [name for name, command in cli.commands.items() if isinstance(command, click.Group)]
+    assert {"contract", "model", "verify"} <= set(groups)
+    for arguments in ([], *([name] for name in groups)):
+        assert call(*arguments, "--help") == 0
+        summaries = capsys.readouterr().out.partition("Commands:")[2]
+        assert summaries and "..." not in summaries

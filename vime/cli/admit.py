@@ -48,7 +48,7 @@ def admit(
     signatures: bool,
     as_json: bool,
 ) -> int:
-    """Compare a kernel with the interpreter of its contract, bit for bit.
+    """Compare a kernel with its contract's interpreter, bit for bit.
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is compared over shapes and values where kernels go wrong. Exit code 0: every
     bit is the contract's. Exit code 1: one differs; the first difference is shown, and which of the contract's six

@@ -28,8 +28,9 @@ class AuditError(VimeError):
 @click.option("--target", type=click.Choice(["sm_90", "gfx942"]), help="One target; both without it.")
 @json_option
 def audit(kernel: str, target: str | None, as_json: bool) -> int:
-    """Compile the Triton kernels for sm_90 and gfx942 and hold their machine code to the contract.
+    """Hold the machine code of the Triton kernels to the contract.
 
+    They are compiled for sm_90 and gfx942, and the code is read.
     KERNEL is the beginning of a kernel's name; all without it. No GPU is needed. Exit code 1 if a kernel fails.
     """
     try:

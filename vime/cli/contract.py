@@ -25,7 +25,10 @@ PIPELINE_SUFFIXES = (".yaml", ".yml")
 
 @click.group()
 def contract() -> None:
-    """The numerical contract of a pipeline: six points for every region and case, claims, identities."""
+    """Show, compare and export the numerical contract of a pipeline.
+
+    Six points for every region and case, claims, identities.
+    """
 
 
 @contract.command()
@@ -35,7 +38,10 @@ def contract() -> None:
 @click.option("--region", metavar="REGION", help="Only this region, as in 'rms_norm' or 'o_proj.wgrad'.")
 @json_option
 def show(pipeline: str, overrides: tuple[str, ...], case: str | None, region: str | None, as_json: bool) -> int:
-    """Print the six points of every region and case of PIPELINE, and the dtypes between regions."""
+    """Print the six points of every region and case of PIPELINE.
+
+    The dtypes between regions follow.
+    """
     from rlkernel.contract.table import boundaries, table_rows
 
     found = read_pipeline_contract(pipeline, overrides)
@@ -120,7 +126,7 @@ def _boundary_table(edges: Any) -> Table:
 @overrides_option
 @json_option
 def digest(pipeline: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Print the three identities of both sides of PIPELINE, and a digest of every entry."""
+    """Print the identities of both sides, and a digest of every entry."""
     from rlkernel.contract.canonical import digest as sha256
     from vime.pipeline.loading import load_pipeline
     from vime.pipeline.prepare import prepare

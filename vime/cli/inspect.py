@@ -98,7 +98,7 @@ def _native_sides(events: Iterable[Event]) -> list[str]:
 @click.option("--position", type=int, metavar="P", help="Absolute position of a token, prompt included.")
 @json_option
 def provenance(run_directory: str, sample: str | None, position: int | None, as_json: bool) -> int:
-    """Show the weight versions and syncs of RUN, or what made one token of one sample."""
+    """Show weight versions and syncs of RUN, or what made one token."""
     from vime.store.provenance import provenance_lines
 
     if (sample is None) != (position is None):
@@ -279,9 +279,10 @@ def _verified(found: Verification) -> Iterator[str]:
 @click.argument("right", type=click.Path(file_okay=False), metavar="RUN")
 @json_option
 def diff(left: str, right: str, as_json: bool) -> int:
-    """Compare two runs: the first event, array, step, token and bit that differ. Exit code 1 if any does.
+    """Compare two runs and name the first bit in which they differ.
 
-    Wall times, host, process ids, paths and deployment are ignored.
+    Its event, array, step and token are named too. Exit code 1 if any differs. Wall times, host, process ids, paths
+    and deployment are ignored.
     """
     from vime.cli.differences import difference_lines
     from vime.timeline.diff import diff_runs

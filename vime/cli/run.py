@@ -52,7 +52,10 @@ def run(pipeline: str, overrides: tuple[str, ...], fresh: bool, as_json: bool) -
 )
 @json_option
 def resume(run_directory: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Continue the interrupted run in the folder RUN; it ends with the bits of an uninterrupted one."""
+    """Continue an interrupted run.
+
+    RUN is its folder. It ends with the bits of a run that was not interrupted.
+    """
     from vime.pipeline.prepare import prepare
 
     folder = str(Path(run_directory).absolute())

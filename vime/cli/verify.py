@@ -41,7 +41,10 @@ class PolicyLoss:
 
 @click.group()
 def verify() -> None:
-    """Known-answer vectors: what the contract's interpreter predicts, and what a device computes."""
+    """Predict known answers, and compare a device's with them.
+
+    The contract's interpreter predicts them; they are shipped.
+    """
 
 
 @verify.command()
@@ -50,10 +53,10 @@ def verify() -> None:
 @click.option("--region", "regions", multiple=True, metavar="NAME", help="One region, may be repeated; all without it.")
 @json_option
 def device(profile: str | None, target: str | None, regions: tuple[str, ...], as_json: bool) -> int:
-    """Run every region and case on this machine's device and compare with the shipped predictions.
+    """Compare this machine's device with the shipped predictions.
 
-    Exit code 0: every answer is the predicted one. Exit code 1: an answer differs, a kernel failed, or there was
-    nothing to compare. A region without a kernel for this device is named, and is neither.
+    Every region and case is run. Exit code 0: every answer is the predicted one. Exit code 1: an answer differs, a
+    kernel failed, or there was nothing to compare. A region without a kernel for this device is named, and is neither.
     """
     from rich.console import Console
 
@@ -89,7 +92,10 @@ def device(profile: str | None, target: str | None, regions: tuple[str, ...], as
 @click.option("--to", "folder", type=click.Path(file_okay=False), help="Where to write them; the package without it.")
 @click.option("--profile", type=click.Choice(PROFILE_NAMES), help="One profile; all without it.")
 def predict(folder: str | None, profile: str | None) -> int:
-    """Interpret every region and case of the vector models, and write the vectors."""
+    """Interpret the vector models anew, and write the vectors.
+
+    Every region and case of them.
+    """
     from rlkernel.verify.admission.admit import one_torch_thread
     from rlkernel.verify.vectors.files import FOLDER, write_vectors
     from rlkernel.verify.vectors.files import predict as interpret
