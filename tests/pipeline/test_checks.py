@@ -8,6 +8,7 @@ import pytest
 
 from tests.pipeline.helpers import loaded, problems_of
 from vime.pipeline.prepare import prepare
+from vime.runtime.sides import optimizer_config
 
 
 def found(*overrides: str, directory: Path | str = "no-such-run") -> list[tuple[str, str]]:
@@ -61,7 +62,8 @@ def test_a_good_pipeline_is_prepared() -> None:
         (["stages.train.updates_per_step=3"], "stages.train.updates_per_step", ["prompts_per_step = 4"]),
         (["stages.train.loss.kl.coefficient=0.1"], "stages.train.loss.kl.coefficient", ["kl.reference"]),
         (["stages.train.loss.kl.reference=initial"], "stages.train.loss.kl.reference", ["kl.coefficient"]),
-        (["stages.train.optimizer.warmup_updates=2"], "stages.train.optimizer.warmup_updates", ["updates, 2"]),
+        (["stages.train.optimizer.warmup_updates=2", "stages.train.optimizer.schedule=linear"],
+         "stages.train.optimizer.warmup_updates", ["updates, 2", "'linear'"]),
         (["stages.evaluate.every=1", "stages.evaluate.prompts=0"], "stages.evaluate.every", ["evaluate.prompts"]),
         (["stages.evaluate.samples_per_prompt=2"], "stages.evaluate.samples_per_prompt", ["greedy"]),
         (["data.source=complement_digit"], "data.source", ["complement_digits"]),
@@ -78,6 +80,12 @@ def test_a_good_pipeline_is_prepared() -> None:
 def test_a_problem_is_named(overrides: list[str], key: str, words: list[str]) -> None:
     problems = found(*overrides)
     assert any(at == key and all(word in sentence for word in words) for at, sentence in problems), problems
+
+
+def test_a_short_run_may_end_while_its_learning_rate_rises() -> None:
+    prepared = prepare(loaded("steps=1", "stages.train.optimizer.warmup_updates=2"))
+    assert prepared.pipeline.stages.train.optimizer.warmup_updates == 2
+    assert optimizer_config(prepared.pipeline).schedule.learning_rate(0) == 0.5 * 1e-3
 
 
 def test_all_problems_come_at_once() -> None:

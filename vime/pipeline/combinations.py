@@ -195,12 +195,13 @@ def _kl(p: Pipeline) -> Found:
 
 
 def _warmup(p: Pipeline) -> Found:
-    updates, warmup = p.steps * p.stages.train.updates_per_step, p.stages.train.optimizer.warmup_updates
-    if warmup >= updates:
+    optimizer = p.stages.train.optimizer
+    updates, warmup = p.steps * p.stages.train.updates_per_step, optimizer.warmup_updates
+    if warmup >= updates and optimizer.schedule != "constant":
         yield (
             "stages.train.optimizer.warmup_updates",
             f"{warmup} is not below the run's updates, {updates} (steps x updates_per_step): "
-            "the learning rate would never be reached",
+            f"nothing of the schedule {optimizer.schedule!r} would be left",
         )
 
 

@@ -182,7 +182,8 @@ class Loss(Section):
 
 class Optimizer(Section):
     """AdamW. The schedule runs over all updates of the run: ``warmup_updates`` rising linearly, then constant, or
-    falling to ``final_fraction`` of ``learning_rate`` linearly or along half a cosine."""
+    falling to ``final_fraction`` of ``learning_rate`` linearly or along half a cosine. A run that has no more updates
+    than ``warmup_updates`` ends on the way up, which only ``constant`` allows."""
 
     learning_rate: float = Field(gt=0.0)
     betas: tuple[
