@@ -22,6 +22,10 @@ from vime.tasks import REWARDS, SOURCES
 
 ROOT = Path(__file__).parent.parent
 PIPELINE = (ROOT / "docs/pipeline.md").read_text()
+REQUIRED: dict[str, dict[str, Any]] = {
+    "jsonl": {"train": "x.jsonl"},
+    "low_tokens": {"vocabulary": 8, "length": 4},
+}
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("pipelines/*.md")])
 
 
@@ -55,11 +59,10 @@ def test_the_tables_have_every_task_with_its_parameters(header: str, tasks: dict
     table = documented(header)
     assert set(table) == set(tasks)
     for name in tasks:
-        given = {"train": "x.jsonl"} if name == "jsonl" else {}
+        given = REQUIRED.get(name, {})
         function = load_function(name, given, signature, tasks)
         expected = parameters(function, len(signature.positional))
-        if given:
-            expected = {**expected, "train": inspect.Parameter.empty}
+        expected = {**expected, **dict.fromkeys(given, inspect.Parameter.empty)}
         assert said(table[name]) == expected, name
 
 
