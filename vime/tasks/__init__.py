@@ -10,6 +10,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "complement_digits": "vime.tasks.digits.complement_rows",
         "reverse_digits": "vime.tasks.digits.reverse_rows",
         "digit_strings": "vime.tasks.tokens.digit_rows",
+        "sums": "vime.tasks.sums.rows",
         "arithmetic": "vime.tasks.arithmetic.rows",
         "jsonl": "vime.tasks.jsonl.rows",
     }
