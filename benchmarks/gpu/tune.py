@@ -92,10 +92,17 @@ def candidates(work: Work) -> Iterator[HopperTile | Tile]:
     if work.m <= 256:
         yield HopperTile(64, 64, 128, 8, deep, 1, 4)
     if work.leaves > 2 and work.m <= 512:
-        yield HopperTile(64, 64, 64, 8, 4, 1, 4, 2)
-        yield HopperTile(64, 32, 128, 8, 3, 1, 4, 2)
         yield HopperTile(64, 32, 64, 8, 6, 1, 4, 2)
-        yield HopperTile(64, 128, 64, 8, 2, 1, 4, 2)
+        yield HopperTile(64, 64, 64, 8, 4, 1, 4, 2)
+        if work.m <= 64:
+            yield HopperTile(64, 16, 128, 8, 10, 1, 4, paired=True)
+        yield HopperTile(64, 32, 128, 8, 8, 1, 4, paired=True)
+        yield HopperTile(64, 64, 64, 8, 12, 1, 4, paired=True)
+        yield HopperTile(64, 64, 64, 8, 5, 1, 4, 2, paired=True)
+        if work.m > 64:
+            yield HopperTile(128, 64, 64, 8, 8, paired=True)
+        if work.m > 64 and work.leaves == 4:  # more leaves do not fit into registers
+            yield HopperTile(128, 128, 64, 8, 6, paired=True)
     if work.leaves == 1 and work.m <= 64:
         yield HopperTile(64, 32, 128, 8, 4, 1, 4, 2)
         yield HopperTile(64, 16, 128, 8, 5, 1, 4, 2)

@@ -53,7 +53,7 @@ def _product(tile: HopperTile, **keys: Any) -> str:
         "LEAVES": 1, "HAS_BIAS": False, "CONTINUES": False, "A_DEPTH_FIRST": False, "B_DEPTH_FIRST": False,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "A_ROWS": tile.block_m,
         "GROUP_M": tile.group_m, "STAGES": tile.stages, "PARTS": tile.parts, "SWIGLU": False,
-        "OVERLAPS": False, "FOUR_SHARED": False, "WIDE": tile.wide,
+        "OVERLAPS": False, "FOUR_SHARED": False, "WIDE": tile.wide, "PAIRED": tile.paired,
         "num_warps": tile.num_warps,
     } | keys  # fmt: skip
     return _compile(gemm_hopper, types, constants, tile.num_warps)
@@ -65,8 +65,9 @@ def _floats(ptx: str) -> Counter[str]:
 
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_tree_of_leaves_is_made_of_additions_that_stand_alone(leaves: int, bias: bool) -> None:
-    tile = HopperTile(64, 64, 64, 8, 2, 1, 4)
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_tree_of_leaves_is_made_of_additions_that_stand_alone(leaves: int, bias: bool, paired: bool) -> None:
+    tile = HopperTile(64, 64, 64, 8, 4, 1, 4, paired=paired and leaves > 1)
     ptx = _product(tile, LEAVES=leaves, HAS_BIAS=bias)
     elements = tile.block_m * tile.block_n // (tile.num_warps * 32)
     # a thread adds each of its elements once for every merge, and once for the bias: no sum was folded into a chain

@@ -194,3 +194,16 @@ def test_eight_leaves_wait_in_shared_memory_or_in_global(tile: HopperTile) -> No
     assert (tile.shared_bytes(8, 2, four_shared=True) <= SHARED_BYTES) == (tile.block_n == 32)
     x, w = _random(100, 1024), _random(256, 1024, seed=1)
     assert _same(gemm_hopper(x, w, leaves=8, tile=tile), launch.gemm(x, w, mac="matrix", leaves=8, tile=PLAIN))
+
+
+@pytest.mark.parametrize("leaves", [2, 4, 8])
+@pytest.mark.parametrize(
+    "tile", [HopperTile(64, 64, 64, 8, 8, 1, 4, paired=True), HopperTile(128, 64, 64, 8, 6, paired=True)]
+)
+def test_pairs_of_leaves_have_the_bits_of_leaves_one_after_the_other(tile: HopperTile, leaves: int) -> None:
+    x, w, bias = _random(200, 2048), _random(320, 2048, seed=1), _random(320, seed=2)
+    found = gemm_hopper(x, w, leaves=leaves, bias=bias, tile=tile)
+    assert _same(found, launch.gemm(x, w, mac="matrix", leaves=leaves, bias=bias, tile=PLAIN))
+    dy, dgrad = _random(200, 1024, seed=3), _random(1024, 320, seed=4)
+    found = gemm_hopper(dy, dgrad, leaves=leaves, b_depth_first=True, tile=tile)
+    assert _same(found, launch.gemm(dy, dgrad, mac="matrix", leaves=leaves, b_depth_first=True, tile=PLAIN))

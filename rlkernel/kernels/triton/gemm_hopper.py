@@ -63,11 +63,23 @@ def _load_b(
 
 
 @gluon.jit
+def _turn(step, tiles_k, LEAVES: gl.constexpr, PAIRED: gl.constexpr):
+    """Which tile of K comes as the step-th of a tile: with PAIRED those of two leaves in turn."""
+    if PAIRED:
+        size = tiles_k // LEAVES
+        pair = step // (2 * size)
+        rest = step % (2 * size)
+        return (2 * pair + rest % 2) * size + rest // 2
+    else:
+        return step
+
+
+@gluon.jit
 def _loader(
     a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr,
-    WIDE: gl.constexpr,
+    WIDE: gl.constexpr, LEAVES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     LOADED: gl.constexpr = (A_ROWS + WIDE * BLOCK_N) * BLOCK_K * 2
     step = 0
@@ -79,13 +91,14 @@ def _loader(
             mbarrier.expect(full.index(k), LOADED)
             for part in gl.static_range(WIDE):
                 _load_b(
-                    b, column + part * BLOCK_N, k, full.index(k), b_tiles.index(k * WIDE + part), True, slice_width,
-                    BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
+                    b, column + part * BLOCK_N, _turn(k, tiles_k, LEAVES, PAIRED), full.index(k),
+                    b_tiles.index(k * WIDE + part), True, slice_width, BLOCK_N, BLOCK_K, B_DEPTH_FIRST, SWIGLU,
                 )  # fmt: skip
         wait_for_prior()
     for tile in range(gl.program_id(0), count, programs):
         row, column = _place(tile, M, N, BLOCK_M, WIDE * BLOCK_N, GROUP_M)
-        for k in range(tiles_k):
+        for turn in range(tiles_k):
+            k = _turn(turn, tiles_k, LEAVES, PAIRED)
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             ready = full.index(slot)
@@ -112,11 +125,7 @@ def _chain(
     for k in range(tiles):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
-        x, y = a_tiles.index(slot), b_tiles.index(slot)
-        if A_DEPTH_FIRST:
-            x = x.permute((1, 0))
-        if not B_DEPTH_FIRST:
-            y = y.permute((1, 0))
+        x, y = _operands(a_tiles.index(slot), b_tiles.index(slot), A_DEPTH_FIRST, B_DEPTH_FIRST)
         acc = warpgroup_mma(x, y, acc, use_acc=CONTINUES or k > 0, is_async=True)
         # the product before this one is done: its tile may be loaded over
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -144,6 +153,75 @@ def _three_chains(step, tiles, a_tiles, b_tiles, full, empty, STAGES: gl.constex
     one, two, three = warpgroup_mma_wait(0, deps=[one, two, three])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     return one, two, three, step
+
+
+@gluon.jit
+def _two_chains(
+    step, tiles, a_tiles, b_tiles, full, empty, STAGES: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, start,
+):  # fmt: skip
+    """Chains from +0 of two leaves of ``tiles`` tiles each, side by side, which are loaded in turn."""
+    one, two = start, start
+    for k in range(tiles):
+        slot, other = step % STAGES, (step + 1) % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        x, y = _operands(a_tiles.index(slot), b_tiles.index(slot), A_DEPTH_FIRST, B_DEPTH_FIRST)
+        one = warpgroup_mma(x, y, one, use_acc=k > 0, is_async=True)
+        mbarrier.wait(full.index(other), (step + 1) // STAGES & 1)
+        x, y = _operands(a_tiles.index(other), b_tiles.index(other), A_DEPTH_FIRST, B_DEPTH_FIRST)
+        two = warpgroup_mma(x, y, two, use_acc=k > 0, is_async=True)
+        one, two = warpgroup_mma_wait(2, deps=[one, two])
+        mbarrier.arrive(empty.index((step + STAGES - 2) % STAGES), pred=k > 0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 2
+    one, two = warpgroup_mma_wait(0, deps=[one, two])
+    mbarrier.arrive(empty.index((step + STAGES - 2) % STAGES))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return one, two, step
+
+
+@gluon.jit
+def _operands(x, y, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr):
+    if A_DEPTH_FIRST:
+        x = x.permute((1, 0))
+    if not B_DEPTH_FIRST:
+        y = y.permute((1, 0))
+    return x, y
+
+
+@gluon.jit
+def _multiplier_of_pairs(
+    c, bias, a_tiles, b_tiles, c_tile, full, empty, M, N, tiles_k, count, programs, STAGES: gl.constexpr,
+    LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
+    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, OVERLAPS: gl.constexpr, unit: gl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        wait_for_prior()
+    step = 0
+    for tile in range(gl.program_id(0), count, programs):
+        row, column = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, unit)
+        total, pair, four = start, start, start
+        for index in gl.static_range(LEAVES // 2):
+            one, two, step = _two_chains(
+                step, tiles_k // LEAVES, a_tiles, b_tiles, full, empty, STAGES, A_DEPTH_FIRST, B_DEPTH_FIRST, start
+            )  # fmt: skip
+            # the tree: what waits for its right neighbour stays in registers
+            total = one + two
+            if index % 2 == 0:
+                pair = total
+            else:
+                total = pair + total
+            if index % 4 == 1:
+                four = total
+            elif index % 4 == 3:
+                total = four + total
+        if HAS_BIAS:
+            columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, unit))
+            total = total + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        tma.store_wait(0)
+        _stored(c, total, c_tile, row, column, BLOCK_M, BLOCK_N, False)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -282,7 +360,7 @@ def gemm_hopper(
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, A_ROWS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     SWIGLU: gl.constexpr, OVERLAPS: gl.constexpr, FOUR_SHARED: gl.constexpr, WIDE: gl.constexpr,
-    num_warps: gl.constexpr,
+    PAIRED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """``c = cast(tree over LEAVES of chain(a, b) [+ bias])``, or one chain from grad, or the SwiGLU of such a c.
 
@@ -294,6 +372,7 @@ def gemm_hopper(
         SWIGLU: rows of b are blocks of [slice_width of the gate, slice_width of up], the former a multiple of
             BLOCK_N / 2; c: [M, N / 2] in tiles of BLOCK_N / 2 columns, boxes of b have BLOCK_N / 2 rows. One leaf.
         FOUR_SHARED: the first four of eight leaves wait in shared memory.
+        PAIRED: two leaves are multiplied side by side, and all that waits stays in registers.
         WIDE: 1, or 3: a program multiplies three tiles of columns side by side; one leaf, b of [N, K], no bias.
         A_ROWS: rows of a tile of a that are loaded: BLOCK_M, or fewer where M is not larger (a of [M, K]).
         STAGES: tiles of K in shared memory; GROUP_M: tiles of M that neighbouring programs share a tile of N with.
@@ -305,6 +384,7 @@ def gemm_hopper(
         WIDE == 1 or (WIDE == 3 and LEAVES == 1 and PARTS == 1 and not (CONTINUES or HAS_BIAS or B_DEPTH_FIRST)),
         "three tiles are a forward of one chain without a bias, stored whole",
     )
+    gl.static_assert(not PAIRED or (LEAVES > 1 and WIDE == 1 and PARTS == 1), "pairs are of leaves, stored whole")
     if OVERLAPS:
         launch_dependents()
     unit: gl.constexpr = gl.NVMMADistributedLayout(
@@ -321,7 +401,7 @@ def gemm_hopper(
     else:
         c_tile = gl.allocate_shared_memory(c.dtype, [WIDE, c.block_type.shape[0], c.block_type.shape[1]], c.layout)
     waiting = c_tile
-    if LEAVES > 2:
+    if LEAVES > 2 and not PAIRED:
         plain: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
         waiting = gl.allocate_shared_memory(gl.float32, [2 if FOUR_SHARED else 1, BLOCK_M, BLOCK_N], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -347,7 +427,29 @@ def gemm_hopper(
                     (
                         a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
                         BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
-                        WIDE,
+                        WIDE, LEAVES, PAIRED,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif PAIRED:
+        gl.warp_specialize(
+            [
+                (
+                    _multiplier_of_pairs,
+                    (
+                        c, bias, a_tiles, b_tiles, c_tile, full, empty, M, N, tiles_k, count, programs, STAGES, LEAVES,
+                        HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, OVERLAPS, unit,
+                    ),
+                ),
+                (
+                    _loader,
+                    (
+                        a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
+                        BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
+                        WIDE, LEAVES, PAIRED,
                     ),
                 ),
             ],
@@ -370,7 +472,7 @@ def gemm_hopper(
                     (
                         a, b, a_tiles, b_tiles, full, empty, M, N, tiles_k, count, programs, slice_width, STAGES,
                         BLOCK_M, BLOCK_N, BLOCK_K, A_ROWS, GROUP_M, A_DEPTH_FIRST, B_DEPTH_FIRST, SWIGLU, OVERLAPS,
-                        WIDE,
+                        WIDE, LEAVES, PAIRED,
                     ),
                 ),
             ],

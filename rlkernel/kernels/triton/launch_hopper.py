@@ -91,6 +91,8 @@ def gemm_hopper(
     problem = unfit(a, b, columns, c.element_size(), leaves, k, tile)
     if tile.wide > 1 and (tile.wide != 3 or tile.parts > 1 or leaves > 1 or bias is not None or grad is not None):
         problem = f"{tile} is for a forward of one chain without a bias"
+    if tile.paired and (leaves < 2 or tile.parts > 1 or tile.wide > 1):
+        problem = f"{tile} is for several leaves, stored whole"
     if tile.wide > 1 and (a_depth_first or b_depth_first):
         problem = f"{tile} is for a forward"
     if not problem and c.data_ptr() % _ALIGNMENT:
@@ -106,8 +108,10 @@ def gemm_hopper(
     # boxes that lie beyond the matrix for the most part load slowly: few rows are loaded by a smaller box
     rows = tile.block_m if a_depth_first else min(tile.block_m, max(16, triton.next_power_of_2(m)))
     workspace = c
-    four_shared = leaves == 8 and tile.shared_bytes(8, c.element_size(), four_shared=True) <= SHARED_BYTES
-    if leaves == 8 and not four_shared:
+    four_shared = (
+        leaves == 8 and not tile.paired and tile.shared_bytes(8, c.element_size(), four_shared=True) <= SHARED_BYTES
+    )
+    if leaves == 8 and not four_shared and not tile.paired:
         workspace = torch.empty((programs, tile.block_m, tile.block_n), dtype=torch.float32, device=a.device)
     part = tile.block_n // 2 if swiglu_leaves else tile.block_n
     kernel[(programs,)](
@@ -119,7 +123,7 @@ def gemm_hopper(
         A_DEPTH_FIRST=a_depth_first, B_DEPTH_FIRST=b_depth_first,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, A_ROWS=rows, GROUP_M=tile.group_m,
         STAGES=tile.stages, PARTS=tile.parts, SWIGLU=swiglu_leaves > 0, OVERLAPS=overlaps, FOUR_SHARED=four_shared,
-        WIDE=tile.wide, num_warps=tile.num_warps, launch_pdl=overlaps,
+        WIDE=tile.wide, PAIRED=tile.paired, num_warps=tile.num_warps, launch_pdl=overlaps,
         **_registers(tile, overlaps), **compiler_options("cuda"),
     )  # fmt: skip
     return c

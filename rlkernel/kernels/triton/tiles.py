@@ -27,7 +27,8 @@ class HopperTile:
 
     ``stages``: tiles of K in shared memory; ``parts``: in how many parts of its columns a tile is stored;
     ``resident``: programs of a multiprocessor, of which one merges leaves while the other multiplies; ``wide``: 1, or 3
-    tiles of columns that a program multiplies side by side (a forward of one chain without a bias).
+    tiles of columns that a program multiplies side by side (a forward of one chain without a bias); ``paired``: two
+    leaves side by side, and all that waits in registers, for small tiles.
     """
 
     block_m: int = 128
@@ -39,6 +40,7 @@ class HopperTile:
     num_warps: int = 8
     resident: int = 1
     wide: int = 1
+    paired: bool = False
 
     def shared_bytes(self, leaves: int, out_size: int, *, four_shared: bool = False) -> int:
         """Shared memory of a multiprocessor's programs, for outputs of ``out_size`` bytes an element.
@@ -46,7 +48,7 @@ class HopperTile:
         ``four_shared``: the first four of eight leaves wait there too.
         """
         loads = self.stages * (self.block_m + self.wide * self.block_n) * self.block_k * 2
-        waits = 4 * self.block_m * self.block_n * (2 if four_shared else 1) if leaves > 2 else 0
+        waits = 4 * self.block_m * self.block_n * (2 if four_shared else 1) if leaves > 2 and not self.paired else 0
         # beside what a program allocates the device takes 1 KiB of it for each
         own = loads + self.block_m * self.wide * self.block_n // self.parts * out_size + waits + 256
         return self.resident * own + (self.resident - 1) * 1024
