@@ -19,6 +19,8 @@ _LN2 = tl.constexpr(constants.LN2)
 _INF = tl.constexpr(float("inf"))
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # order_key of -inf
 _SKIPPED = tl.constexpr(-0x80000000)  # pattern of -0, which no weight has
+TAIL = tl.constexpr(16)
+"""Leaves that are loaded together at the end of a chain."""
 
 
 @triton.jit
@@ -68,6 +70,16 @@ def _largest(maxima, row, present, R, leaves, ROWS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def _link(maxima, sums, moments, at, inside, total, moment):
+    """One leaf's step of the chains S and U."""
+    weight = tl.load(maxima + at, mask=inside, other=0.0)
+    s = tl.load(sums + at, mask=inside, other=0.0)
+    u = tl.load(moments + at, mask=inside, other=0.0)
+    live = inside & (weight.to(tl.int32, bitcast=True) != _SKIPPED)
+    return tl.where(live, tl.fma(s, weight, total), total), tl.where(live, tl.fma(u, weight, moment), moment)
+
+
+@triton.jit
 def _shards(
     maxima,
     sums,
@@ -102,17 +114,15 @@ def _shards(
         tl.debug_barrier()  # other threads of the program wrote what the chain reads
         total = tl.zeros((ROWS,), tl.float32)
         moment = tl.zeros((ROWS,), tl.float32)
-        for start in range(first, last, UNROLL):
+        whole = first + tl.maximum(last - first, 0) // UNROLL * UNROLL
+        for start in range(first, whole, UNROLL):
+            at = row.to(tl.int64) + tl.cast(start, tl.int64) * R
             for step in tl.static_range(UNROLL):
-                leaf = tl.zeros_like(row) + (start + step)
-                inside = present & (leaf < last)
-                at = leaf.to(tl.int64) * R + row
-                weight = tl.load(maxima + at, mask=inside, other=0.0)
-                s = tl.load(sums + at, mask=inside, other=0.0)
-                u = tl.load(moments + at, mask=inside, other=0.0)
-                live = inside & (weight.to(tl.int32, bitcast=True) != _SKIPPED)
-                total = tl.where(live, tl.fma(s, weight, total), total)
-                moment = tl.where(live, tl.fma(u, weight, moment), moment)
+                total, moment = _link(maxima, sums, moments, at + step * R, present, total, moment)
+        for start in range(whole, last, TAIL):
+            for step in tl.static_range(TAIL):
+                at = row.to(tl.int64) + tl.cast(start + step, tl.int64) * R
+                total, moment = _link(maxima, sums, moments, at, present & (start + step < last), total, moment)
         shift = m_shard - top
         weight = exp2_full(shift * _LOG2E)
         live = m_shard != -_INF
