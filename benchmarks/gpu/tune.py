@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ class Runner:
         self.work = work
         m, n, k = work.m, work.n, work.k
         first = (work.layout == "wgrad", work.layout != "forward")
-        self.keys = {"a_depth_first": first[0], "b_depth_first": first[1]}
+        self.keys: dict[str, Any] = {"a_depth_first": first[0], "b_depth_first": first[1]}
 
         def make(rows: int, turned: bool) -> torch.Tensor:
             return torch.randn((k, rows) if turned else (rows, k), device="cuda").bfloat16()
