@@ -166,12 +166,16 @@ class ReferenceNorm(ReferenceOp):
             c = div(row_sum(points, g, xh), torch.full((), float(x.shape[1]), device=x.device))
             dx = mul(inverse[:, None].expand_as(x), fma32(-xh, c[:, None].expand_as(x), g))
             running = self.interpreter.tensor(self.grad(host, name))
-            fused = primitive(wgrad.primitive("mac"))
-            for t in range(len(dy)):
-                running = fused(dy[t], xh[t], running)
-            self.grad(host, name)[:] = array(running)
+            self.grad(host, name)[:] = array(self._continued(wgrad, dy, xh, running))
             result.append(array(output(points, dx)).reshape(dy_array.shape))
         return tuple(result)
+
+    def _continued(self, wgrad: SixPoints, dy: Tensor, xh: Tensor, running: Tensor) -> Tensor:
+        """The running chain [W] of a weight's gradient over rows [T, W]."""
+        fused = primitive(wgrad.primitive("mac"))
+        for t in range(len(dy)):
+            running = fused(dy[t], xh[t], running)
+        return running
 
 
 class ReferenceLinear(ReferenceOp):

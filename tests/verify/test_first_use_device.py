@@ -93,7 +93,7 @@ class Faced:
         self.implementation, self._op, self._dtype, self._wrong = "test.reference", op, dtype, wrong
 
     def _host(self, host: Any) -> Any:
-        own = SimpleNamespace(**vars(host))
+        own = SimpleNamespace(read_rows=None, **vars(host))
         own.batch = TokenBatch(host.batch.tokens.numpy(), host.batch.positions.numpy(), host.batch.starts.numpy())
         own.rope = RopeTables(host.cos.numpy(), host.sin.numpy())
         own.weights = SimpleNamespace(tensors=host.weights.tensors)

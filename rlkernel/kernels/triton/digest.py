@@ -100,16 +100,18 @@ def pieces_digest(
     counts,
     offsets,
     out,
+    stride,
     ALIGNED: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``out[program] = lanes of one piece``: elements that lie one after the other, anywhere in memory.
+    """``out[:, program] = lanes of one piece``: elements that lie one after the other, anywhere in memory.
 
     Args:
         addresses: of each piece's first element, int64 [programs]; ``counts`` int32 [programs]: its elements;
-            ``offsets`` int64 [programs]: the index of its first element. ``out``: int64 [programs, 2].
+            ``offsets`` int64 [programs]: the index of its first element.
+        out: int64 [2, programs], rows ``stride`` apart.
         ALIGNED: every address is a multiple of 16 bytes, every count one of COLUMNS.
     """
     piece = tl.program_id(0)
@@ -133,8 +135,8 @@ def pieces_digest(
         first += a
         second += b
         begin += GROUPS * COLUMNS
-    tl.store(out + piece * 2, tl.sum(first, 0))
-    tl.store(out + piece * 2 + 1, tl.sum(second, 0))
+    tl.store(out + piece, tl.sum(first, 0))
+    tl.store(out + stride + piece, tl.sum(second, 0))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -77,50 +78,85 @@ class TensorDigests:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = tuple(parts)  # keeps the memory that the addresses are of
-        size = parts[0].tensor.element_size()
-        self._bits, self._columns = 8 * size, 16 // size
-        most, tables = GROUPS * self._columns * STEPS, []
+        size, device = parts[0].tensor.element_size(), parts[0].tensor.device
         for part in parts:
             tensor = part.tensor
-            if tensor.element_size() != size or size not in (2, 4) or not tensor.is_contiguous():
+            if tensor.element_size() != size or size not in _BITS_OF_MANY or not tensor.is_contiguous():
                 raise ContractError(
                     f"digests of many tensors take C-contiguous elements of 2 or of 4 bytes, all of one size; found "
                     f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
                 )
-            width = tensor.numel() if part.rows is None else tensor.shape[1]
-            begins = np.arange(0, width, most)  # pieces of a row
-            rows = np.zeros(1, np.int64) if part.rows is None else part.rows
-            places = rows[:, None] * width + begins
-            offsets = np.arange(len(rows))[:, None] * width + begins
-            counts = np.broadcast_to(np.minimum(width - begins, most), places.shape)
-            tables.append((tensor.data_ptr() + size * places.ravel(), counts.ravel(), offsets.ravel()))
-        addresses, counts, offsets = (np.concatenate(columns) for columns in zip(*tables, strict=True))
-        self._aligned = not (addresses % 16).any() and not (counts % self._columns).any()
-        device = parts[0].tensor.device
-        self._arguments = [
-            torch.from_numpy(np.ascontiguousarray(values)).to(device)
-            for values in (addresses.astype(np.int64), counts.astype(np.int32), offsets.astype(np.int64))
-        ]
-        ends = np.cumsum([len(table[0]) for table in tables])
-        self._ends = torch.from_numpy(ends).to(device)
+        if all(part.rows is None for part in parts):
+            self._pieces = _whole(tuple((p.tensor.data_ptr(), p.tensor.numel()) for p in parts), size, device)
+        else:
+            rows = [_NO_ROWS if part.rows is None else part.rows for part in parts]
+            widths = [p.tensor.numel() if p.rows is None else p.tensor.shape[1] for p in parts]
+            addresses = [part.tensor.data_ptr() for part in parts]
+            self._pieces = _pieces(list(zip(addresses, widths, rows, strict=True)), size, device)
 
     def __call__(self) -> torch.Tensor:
         """int64 [parts, 2], on the device: each row is what :func:`tensor_digest` returns for that tensor now."""
-        count, device = len(self._arguments[0]), self._ends.device
-        lanes = torch.zeros((count + 1, 2), dtype=torch.int64, device=device)
+        pieces = self._pieces
+        count = len(pieces.addresses)
+        # lanes lie side by side, for sums along the innermost axis are the fast ones; the first column is zero
+        lanes = torch.zeros((2, count + 1), dtype=torch.int64, device=pieces.ends.device)
         if count:
             kernels.pieces_digest[(count,)](
-                *self._arguments,
-                lanes[1:],
-                ALIGNED=self._aligned,
-                BITS=self._bits,
+                pieces.addresses,
+                pieces.counts,
+                pieces.offsets,
+                lanes[:, 1:],
+                count + 1,
+                ALIGNED=pieces.aligned,
+                BITS=8 * pieces.size,
                 GROUPS=GROUPS,
-                COLUMNS=self._columns,
+                COLUMNS=16 // pieces.size,
                 num_warps=WARPS,
                 **_options(),
             )
-        until = lanes.cumsum(0)[self._ends]  # mod 2^64, so that differences are exact
-        return torch.diff(until, dim=0, prepend=until.new_zeros((1, 2)))
+        until = lanes.cumsum(1)[:, pieces.ends]  # mod 2^64, so that differences are exact
+        return torch.diff(until, dim=1, prepend=until.new_zeros((2, 1))).T
+
+
+_BITS_OF_MANY = (2, 4)
+_NO_ROWS = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Where the elements of some tensors lie, on the device; ``ends``: the number of pieces up to each tensor's end."""
+
+    addresses: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    ends: torch.Tensor
+    aligned: bool
+    size: int
+
+
+@lru_cache(maxsize=8)  # the same tensors step after step; addresses alone, no memory is kept
+def _whole(tensors: tuple[tuple[int, int], ...], size: int, device: torch.device) -> _Pieces:
+    return _pieces([(address, count, _NO_ROWS) for address, count in tensors], size, device)
+
+
+def _pieces(parts: Sequence[tuple[int, int, np.ndarray]], size: int, device: torch.device) -> _Pieces:
+    """Of parts (address, elements of a row, rows)."""
+    columns = 16 // size
+    most, tables = GROUPS * columns * STEPS, []
+    for address, width, rows in parts:
+        begins = np.arange(0, width, most)  # pieces of a row
+        places = rows[:, None] * width + begins
+        offsets = np.arange(len(rows))[:, None] * width + begins
+        counts = np.broadcast_to(np.minimum(width - begins, most), places.shape)
+        tables.append((address + size * places.ravel(), counts.ravel(), offsets.ravel()))
+    addresses, counts, offsets = (np.concatenate(values) for values in zip(*tables, strict=True))
+    aligned = not (addresses % 16).any() and not (counts % columns).any()
+    ends = np.cumsum([len(table[0]) for table in tables])
+    placed = [
+        torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        for values in (addresses.astype(np.int64), counts.astype(np.int32), offsets.astype(np.int64), ends)
+    ]
+    return _Pieces(placed[0], placed[1], placed[2], placed[3], aligned, size)
 
 
 def rows_digest(z: torch.Tensor) -> torch.Tensor:

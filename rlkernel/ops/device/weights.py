@@ -6,7 +6,7 @@ matrix serves forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -101,7 +101,11 @@ class DeviceWeights:
             parts = self._parts()
             self._digests = tuple(parts), TensorDigests(list(parts.values()))
         names, digests = self._digests
-        found = dict(zip(names, digests().unbind(), strict=True))
+        lanes = digests()
+        if not self._biases:
+            order = sorted(range(len(names)), key=names.__getitem__)
+            return _entries([names[i] for i in order], lanes[order], self._shapes, self.dtype)
+        found = dict(zip(names, lanes.unbind(), strict=True))
         for region in self.definition.regions:
             fused = self._biases.get(region.name)
             if fused is not None:
@@ -142,10 +146,17 @@ def entries(
 ) -> list[TensorEntry]:
     """Manifest entries, by name, of digests int64 [2] that still lie on the device: one transfer for all."""
     names = sorted(digests)
-    lanes = torch.stack([digests[name] for name in names]).cpu().numpy().view(np.uint64)
+    return _entries(names, torch.stack([digests[name] for name in names]), shapes, dtype)
+
+
+def _entries(
+    names: Sequence[str], lanes: torch.Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> list[TensorEntry]:
+    """Manifest entries of digests int64 [names, 2]."""
+    home = lanes.cpu().numpy().view(np.uint64)
     return [
         TensorEntry(name, tuple(shapes[name]), dtype, (int(one), int(other)))
-        for name, (one, other) in zip(names, lanes, strict=True)
+        for name, (one, other) in zip(names, home, strict=True)
     ]
 
 
@@ -153,5 +164,4 @@ def device_manifest(tensors: Mapping[str, torch.Tensor], dtype: str) -> list[Ten
     """Manifest of plain tensors on a device."""
     names = sorted(tensors)
     lanes = TensorDigests([Part(tensors[name].contiguous()) for name in names])()
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return entries({name: lanes[i] for i, name in enumerate(names)}, shapes, dtype)
+    return _entries(names, lanes, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)

@@ -52,6 +52,23 @@ def _continued(first, last, dy, x, grad):  # type: ignore[no-untyped-def]
             grad[n, k] = total
 
 
+@kernel
+def _side_by_side(first, last, a, b, total):  # type: ignore[no-untyped-def]
+    for t in range(a.shape[0]):
+        for n in range(first, last):
+            total[n] = fma(a[t, n], b[t, n], total[n])
+
+
+def side_by_side(a: Array, b: Array, start: Array, workers: Workers) -> Array:
+    """``total[n]`` continued over rows: ``fma(a[t, n], b[t, n], total[n])``, a and b [T, N] -> a new [N]."""
+    require("a of the plain chains", a, np.float32, None, None)
+    require("b of the plain chains", b, np.float32, len(a), a.shape[1])
+    require("start of the plain chains", start, np.float32, a.shape[1])
+    result = start.copy()
+    workers.run(_side_by_side, a.shape[1], a, b, result)
+    return result
+
+
 def chains(a: Array, b: Array, leaves: int, workers: Workers) -> Array:
     """``out[m, n]``: leaves of the depth, each a chain of fma from +0, merged as a tree; a [M, K], b [N, K].
 
