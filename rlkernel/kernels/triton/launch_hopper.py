@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -44,13 +45,19 @@ def fitting(
     a: torch.Tensor, b: torch.Tensor, columns: int, out_size: int, leaves: int, depth: int, tile: HopperTile
 ) -> HopperTile | None:
     """The tile, or a smaller one that the kernel takes these operands with; None where it takes none."""
-    smaller = (tile, replace(tile, parts=2), replace(tile, block_k=32), replace(tile, block_k=16), _SMALLEST)
+    if not unfit(a, b, columns, out_size, leaves, depth, tile):
+        return tile
+    smaller = (replace(tile, parts=2), replace(tile, block_k=32), replace(tile, block_k=16), _SMALLEST)
     return next((t for t in smaller if not unfit(a, b, columns, out_size, leaves, depth, t)), None)
 
 
+@cache  # some hundred products a pass, of a handful of tiles
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
+
+
 def _descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[x.dtype])
-    return TensorDescriptor.from_tensor(x, list(block), layout)
+    return TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
 
 
 def gemm_hopper(

@@ -57,6 +57,7 @@ class HopperTile:
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of sm_90 can have."""
 _MULTIPROCESSORS = 132
+_REMEMBERED = 4096  # shapes whose choice is kept
 _FAR = 4.0  # a factor of two in M
 
 
@@ -88,9 +89,18 @@ class TileTable:
 
     def __init__(self, choices: Iterable[Choice] = ()) -> None:
         self.choices = tuple(choices)
+        self._chosen: dict[tuple[Layout, int, int, int, int], Choice] = {}
 
     def choose(self, layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
         """The nearest choice of this layout and number of leaves if it is near, or :func:`default_choice`."""
+        key = (layout, leaves, m, n, k)
+        if key not in self._chosen:
+            if len(self._chosen) >= _REMEMBERED:
+                self._chosen.clear()
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def _choose(self, layout: Layout, leaves: int, m: int, n: int, k: int) -> Choice:
         fitting = [c for c in self.choices if c.layout == layout and c.leaves == leaves]
         nearest = min(fitting, key=lambda c: c.distance(m, n, k), default=None)
         if nearest is None or nearest.distance(m, n, k) >= _FAR:
