@@ -17,6 +17,7 @@ import pstats
 import statistics
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping
 from cProfile import Profile
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from rlkernel.kernels.vendor.cublas import use_cublaslt
+from vime.errors import Interrupted
 from vime.pipeline.loading import load_pipeline
 from vime.pipeline.prepare import Prepared, prepare
 from vime.runtime.observer import RunOutcome, Silent
@@ -74,8 +76,8 @@ def settings(arm: str) -> None:
 class Arm(Silent):
     """Watches one run and gives its turn away after every step; calls of step ``profiled`` are counted."""
 
-    def __init__(self, name: str, turns: Turns, last: int, profiled: int, folder: Path | None) -> None:
-        self.name, self._turns, self._last = name, turns, last
+    def __init__(self, name: str, turns: Turns, last: int, profiled: int, folder: Path | None, deadline: float) -> None:
+        self.name, self._turns, self._last, self._deadline = name, turns, last, deadline
         self._profiled, self._folder, self._profile = profiled, folder, Profile()
         self.reports: list[Mapping[str, Any]] = []
 
@@ -102,25 +104,32 @@ class Arm(Silent):
         if report["step"] < self._last:
             self._turns.over(self.name)
 
+    def stop_requested(self) -> bool:
+        """When the time is over; the run ends as one that can be resumed."""
+        return time.monotonic() > self._deadline
+
 
 def prepared(file: str, overrides: tuple[str, ...]) -> Prepared:
     """A checked pipeline."""
     return prepare(load_pipeline(Path(file), list(overrides)))
 
 
-def both(
-    file: str, steps: int, overrides: tuple[str, ...], folder: Path, profiled: int, profiles: Path | None
-) -> dict[str, Arm]:
+def both(given: argparse.Namespace, folder: Path) -> dict[str, Arm]:
     """Run both arms in turn; raises what the first of them raised."""
     turns, failures = Turns(), []
-    arms = {name: Arm(name, turns, steps - 1, profiled, profiles) for name in ARMS}
+    steps = {"exact": max(given.steps, given.exact_steps), "native": given.steps}
+    deadline = time.monotonic() + given.seconds
+    arms = {name: Arm(name, turns, steps[name] - 1, given.skip - 1, given.profiles, deadline) for name in ARMS}
 
     def drive(arm: Arm) -> None:
         turns.wait(arm.name)
         try:
-            own = (*COMMON, *overrides, f"steps={steps}", f"run_directory={folder / arm.name}")
-            outcome: RunOutcome = run(prepared(file, own + (NATIVE if arm.name == "native" else ())), observer=arm)
+            own = (*COMMON, *given.overrides, f"steps={steps[arm.name]}", f"run_directory={folder / arm.name}")
+            checked = prepared(given.pipeline, own + (NATIVE if arm.name == "native" else ()))
+            outcome: RunOutcome = run(checked, observer=arm)
             print(arm.name, outcome.status, outcome.message, flush=True)
+        except Interrupted as reason:
+            print(arm.name, "stopped:", reason, flush=True)
         except BaseException as error:
             traceback.print_exc()
             failures.append(error)
@@ -138,15 +147,20 @@ def both(
 
 
 def compared(arms: Mapping[str, Arm], skip: int) -> dict[str, dict[str, float]]:
-    """Stage -> medians of both arms in seconds, and the overhead."""
-    result = {}
-    for stage in arms["exact"].reports[-1]["time_s"]:
+    """Stage -> medians of both arms in seconds over the steps that both have done, and the overhead."""
+    done, result = min(len(arm.reports) for arm in arms.values()), {}
+    for stage in arms["exact"].reports[-1]["time_s"] if done > skip else ():
         medians = {
-            name: statistics.median(report["time_s"][stage] for report in arm.reports[skip:])
+            name: statistics.median(report["time_s"][stage] for report in arm.reports[skip:done])
             for name, arm in arms.items()
         }
         result[stage] = {**medians, "overhead": medians["exact"] / medians["native"] - 1}
     return result
+
+
+def largest(arm: Arm) -> float:
+    """Largest difference of two log-probabilities in any step."""
+    return max((report.get("max_abs_diff") or 0.0 for report in arm.reports), default=0.0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -155,13 +169,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pipeline", default=PIPELINE)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--skip", type=int, default=3, help="First steps that are not counted.")
+    parser.add_argument("--exact-steps", type=int, default=0, help="Steps of the exact arm, which goes on alone.")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="After these both arms stop.")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--profiles", type=Path, help="Folder for a profile of each arm's last step that is left out.")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        arms = both(given.pipeline, given.steps, tuple(given.overrides), Path(folder), given.skip - 1, given.profiles)
+        arms = both(given, Path(folder))
     stages = compared(arms, given.skip)
+    for name, arm in arms.items():
+        counts = {key: sum(report.get(key) or 0 for report in arm.reports) for key in SHOWN[:2] + SHOWN[3:4]}
+        print(name, len(arm.reports), "steps", json.dumps(counts), "largest difference", largest(arm))
     for stage, row in stages.items():
         print(
             f"{stage:10s} exact {row['exact']:8.4f} s  native {row['native']:8.4f} s  {100 * row['overhead']:+7.1f} %"
