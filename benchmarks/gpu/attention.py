@@ -13,7 +13,6 @@ import json
 import platform
 import statistics
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,27 +26,42 @@ from benchmarks.gpu.attention_bits import DEVICE, entries, starts_of
 from rlkernel.kernels.triton import launch_attention as launch
 from rlkernel.kernels.triton.attention_points import attention_points, backward_points
 from rlkernel.kernels.triton.launch_attention import AttentionTile
-from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper, varlen_hopper
+from rlkernel.kernels.triton.launch_attention_hopper import varlen_hopper
 
 COPY_BANDWIDTH = 4.0e12
 """Bytes a second that a copy reaches on an H200."""
-VARIANTS = ((False, 2, 2048), (True, 2, 2048), (False, 2, 512), (False, 2, 1 << 20))
-"""Of the warp-specialised forward: turns at the matrix unit, stages, keys of a split."""
+SPLITS = (512, 1 << 20)
+"""Keys of a split that the contract does not have, to see what splits cost."""
+PEERS = (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash2", SDPBackend.FLASH_ATTENTION))
 
 
-def seconds(function: Callable[[int], object], repeats: int = 12, warmups: int = 3) -> float:
-    """Median of CUDA events around calls; the argument rotates the inputs."""
-    for i in range(warmups):
-        function(i)
-    times = []
+def medians(calls: dict[str, Callable[[int], object]], repeats: int = 20) -> dict[str, float]:
+    """Seconds of each call, the calls in turn; the argument rotates the inputs.
+
+    The device sleeps before every turn until all its calls are queued, so that no launch is timed.
+    """
+    for call in calls.values():
+        call(0), call(1)
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function(i)
-        end.record()
+        torch.cuda._sleep(2_000_000 * len(calls))
+        events = {}
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call(i)
+            end.record()
+            events[name] = (begin, end)
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        for name, (begin, end) in events.items():
+            times[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def seconds(function: Callable[[int], object], repeats: int = 12) -> float:
+    """Seconds of one call (see :func:`medians`)."""
+    return medians({"": function}, repeats)[""]
 
 
 class Training:
@@ -76,25 +90,25 @@ class Training:
 
         return call
 
-    def specialised(self, pingpong: bool, stages: int, split: int) -> Callable[[int], Any]:
-        """The warp-specialised forward; another split than the contract's gives other bits, to see what splits cost."""
+    def with_split(self, split: int) -> Callable[[int], Any]:
+        """The warp-specialised forward with another split than the contract's: other bits."""
         out = torch.empty_like(self.sets[0][0])
         lse2 = torch.empty(out.shape[:2], device=DEVICE)
         points = replace(self.points, split=split)
 
         def call(i: int) -> Any:
             q, k, v, _ = self.sets[i % 2]
-            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2, pingpong, stages)
+            varlen_hopper(q, k, v, self.starts, self.length, points, out, lse2)
 
         return call
 
-    def specialised_backward(self) -> Callable[[int], Any]:
-        saved = [self.forward()(i) for i in range(2)]
-        found = tuple(torch.empty_like(x) for x in self.sets[0][:3])
+    def step(self) -> Callable[[int], Any]:
+        """Forward and backward."""
 
         def call(i: int) -> Any:
             q, k, v, dout = self.sets[i % 2]
-            backward_hopper(dout, q, k, v, *saved[i % 2], self.starts, self.length, self.gradient_points, *found)
+            out, lse2 = launch.attention_varlen(q, k, v, self.starts, self.length, self.points)
+            return launch.attention_backward(dout, q, k, v, out, lse2, self.starts, self.length, self.gradient_points)
 
         return call
 
@@ -160,43 +174,22 @@ class Decoding:
         )
 
 
-def record(result: dict[str, Any], path: Path, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-    """Measure, note what was raised, write the file."""
-    try:
-        result["items"][name] = measure()
-    except Exception as problem:  # the others still run
-        result["items"][name] = {
-            "error": f"{type(problem).__name__}: {problem}"[:500],
-            "trace": traceback.format_exc()[-800:],
-        }
-    print(name, json.dumps(result["items"][name]), flush=True)
+def note(result: dict[str, Any], path: Path, name: str, item: dict[str, Any]) -> None:
+    """Add an item and write the file, so that an interrupted run keeps what it has."""
+    result["items"][name] = item
+    print(name, json.dumps(item), flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def rate(flops: float, measured: float) -> dict[str, Any]:
-    return {"ms": round(measured * 1e3, 4), "tflops": round(flops / measured / 1e12, 1)}
+def record(result: dict[str, Any], path: Path, calls: dict[str, Callable[[int], object]], flops: float) -> None:
+    """Time calls in turn and note each."""
+    for name, measured in medians(calls).items():
+        note(result, path, name, {"ms": round(measured * 1e3, 4), "tflops": round(flops / measured / 1e12, 1)})
 
 
-def candidates() -> list[tuple[str, AttentionTile]]:
-    tiles = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (1, 2, 3)]
-    return [("decode", AttentionTile(16, 64, warps, stages)) for warps, stages in tiles]
-
-
-def measure_candidate(
-    training: Training | None, decoding: Decoding | None, kind: str, tile: AttentionTile
-) -> dict[str, Any]:
-    if kind == "decode":
-        assert decoding is not None
-        measured = seconds(decoding.call(tile))
-        return {
-            "ms": round(measured * 1e3, 4),
-            "of_copy_bandwidth": round(decoding.bytes / measured / COPY_BANDWIDTH, 4),
-        }
-    assert training is not None
-    if kind == "forward":
-        return rate(training.flops, seconds(training.forward(tile)))
-    call = training.backward(tile, None) if kind == "dq" else training.backward(None, tile)
-    return rate(2.5 * training.flops, seconds(call, 6, 2))
+def candidates() -> list[AttentionTile]:
+    """Tunings of the decode kernel."""
+    return [AttentionTile(16, 64, warps, stages) for warps in (2, 4, 8) for stages in (1, 2, 3)]
 
 
 def main() -> int:
@@ -204,23 +197,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=["forward", "backward", "decode"])
     parser.add_argument("--sweep", action="store_true", help="time every tuning, not only the default")
-    parser.add_argument(
-        "--warm", type=int, default=None, help="compile the candidates of this number modulo 12 and stop"
-    )
     arguments = parser.parse_args()
-    if arguments.warm is not None:
-        training, decoding = Training(1, 1024), Decoding(4)
-        jobs: list[Callable[[], Any]] = [lambda v=v: training.specialised(*v)(0) for v in VARIANTS]
-        jobs += [lambda: training.specialised_backward()(0)]
-        jobs += [lambda t=tile: decoding.call(t)(0) for _, tile in candidates()]
-        calls = jobs[arguments.warm :: 12]
-        for call in calls:
-            try:
-                call()
-            except Exception as problem:  # a tuning that does not fit the device is reported when it is timed
-                print(f"{type(problem).__name__}: {problem}"[:300], flush=True)
-        torch.cuda.synchronize()
-        return 0
     properties = torch.cuda.get_device_properties(0)
     result: dict[str, Any] = {
         "what": "attention of the hopper profile, bf16, against torch",
@@ -234,44 +211,29 @@ def main() -> int:
         "items": {},
     }  # fmt: skip
     path = arguments.out
-    training = Training() if {"forward", "backward", "specialised"} & set(arguments.only) else None
+    training = Training() if {"forward", "backward"} & set(arguments.only) else None
     decoding = Decoding() if "decode" in arguments.only else None
     if training is not None and "forward" in arguments.only:
-        record(result, path, "forward", lambda: rate(training.flops, seconds(training.forward())))
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash2", SDPBackend.FLASH_ATTENTION)):
-            record(
-                result,
-                path,
-                f"forward {name}",
-                lambda b=backend: rate(training.flops, seconds(training.peer(b, False))),
-            )
-    if decoding is not None:
-        record(result, path, "decode", lambda: measure_candidate(None, decoding, "decode", None))  # type: ignore[arg-type]
+        plain = launch.default_tile(training.points, "forward", training.length, training.depth)
+        calls = {"forward": training.forward(), "forward, plain kernel": training.forward(plain)}
+        calls |= {f"forward, splits of {split}": training.with_split(split) for split in SPLITS}
+        calls |= {f"forward {name}": training.peer(backend, False) for name, backend in PEERS}
+        record(result, path, calls, training.flops)
     if training is not None and "backward" in arguments.only:
-        record(result, path, "backward", lambda: rate(2.5 * training.flops, seconds(training.backward(), 6, 2)))
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash2", SDPBackend.FLASH_ATTENTION)):
-            record(
-                result, path, f"forward+backward {name}",
-                lambda b=backend: rate(3.5 * training.flops, seconds(training.peer(b, True), 6, 2)),
-            )  # fmt: skip
-    if arguments.sweep:
-        for kind, tile in candidates():
-            if (kind == "decode" and decoding is None) or (kind != "decode" and training is None):
-                continue
-            record(
-                result, path, f"sweep {kind} {asdict(tile)}",
-                lambda kind=kind, tile=tile: measure_candidate(training, decoding, kind, tile),
-            )  # fmt: skip
-    if training is not None and "specialised" in arguments.only:
-        for pingpong, stages, split in VARIANTS:
-            record(
-                result, path, f"specialised forward, pingpong {pingpong}, stages {stages}, split {split}",
-                lambda p=pingpong, n=stages, s=split: rate(training.flops, seconds(training.specialised(p, n, s))),
-            )  # fmt: skip
-        record(
-            result, path, "specialised backward",
-            lambda: rate(2.5 * training.flops, seconds(training.specialised_backward(), 6, 2)),
-        )  # fmt: skip
+        tiles = [launch.default_tile(training.gradient_points, kind, training.length, training.depth)
+                 for kind in ("dq", "dkv")]  # fmt: skip
+        calls = {"backward": training.backward(), "backward, plain kernels": training.backward(*tiles)}
+        record(result, path, calls, 2.5 * training.flops)
+        calls = {"forward+backward": training.step()}
+        calls |= {f"forward+backward {name}": training.peer(backend, True) for name, backend in PEERS}
+        record(result, path, calls, 3.5 * training.flops)
+    if decoding is not None:
+        tiles = [None, *candidates()] if arguments.sweep else [None]
+        for tile in tiles:
+            name = "decode" if tile is None else f"decode {asdict(tile)}"
+            measured = seconds(decoding.call(tile))
+            share = round(decoding.bytes / measured / COPY_BANDWIDTH, 4)
+            note(result, path, name, {"ms": round(measured * 1e3, 4), "of_copy_bandwidth": share})
     return 0
 
 
