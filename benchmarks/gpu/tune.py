@@ -105,8 +105,8 @@ def candidates(work: Work) -> Iterator[HopperTile | Tile]:
         if work.m > 64 and work.leaves == 4:  # more leaves do not fit into registers
             yield HopperTile(128, 128, 64, 8, 6, paired=True)
     if work.leaves == 1 and work.m <= 64:
-        yield HopperTile(64, 32, 128, 8, 4, 1, 4, 2)
-        yield HopperTile(64, 16, 128, 8, 5, 1, 4, 2)
+        yield HopperTile(64, 16, 256, 8, 5, 1, 4)
+        yield HopperTile(64, 32, 256, 8, 4, 1, 4)
     if 64 < work.m <= 256:
         yield HopperTile(128, 32, 128, 8, 5)
         yield HopperTile(128, 64, 128, 8, 3 if work.leaves > 2 else 4)
