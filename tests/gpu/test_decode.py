@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlkernel.contract.profiles import EX2_SM90, MMA_SM90
 from rlkernel.kernels.triton.attention_points import AttentionPoints
 from rlkernel.kernels.triton.launch_attention import attention_decode
-from rlkernel.kernels.triton.launch_decode import DecodeTile, decode_attention
+from rlkernel.kernels.triton.launch_decode import decode_attention
 
 DEVICE = torch.device("cuda")
 PAGE = 16
@@ -69,8 +69,8 @@ def test_the_bits_are_those_of_the_plain_kernels(
     splits = -(-longest // POINTS.split)
     expected = attention_decode(*case, splits, POINTS)[0]
     assert torch.isfinite(expected.float()).all()
-    for overlaps, tile in ((False, None), (True, None), (False, DecodeTile(2, True)), (True, DecodeTile(2, False))):
-        found = decode_attention(*case, splits, POINTS, overlaps=overlaps, tile=tile)
+    for overlaps in (False, True):
+        found = decode_attention(*case, splits, POINTS, overlaps=overlaps)
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     # room for more splits than any sequence has
     found = decode_attention(*case, splits + 1, POINTS)

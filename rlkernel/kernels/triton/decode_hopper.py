@@ -56,18 +56,14 @@ def _lane_total(weights):
 
 
 @gluon.jit
-def _rows_of(table, first, high, PAGE: gl.constexpr, loads: gl.constexpr):
-    """Rows of the caches that hold the keys from ``first`` on, int64 [KEYS]; of the null page from ``high`` on."""
-    j = first + gl.arange(0, KEYS, gl.SliceLayout(1, loads))
-    return gl.load(table + j // PAGE, mask=j < high, other=0).to(gl.int64) * PAGE + j % PAGE
-
-
-@gluon.jit
-def _fetch(cache, tile, rows, first, high, D: gl.constexpr, STEP: gl.constexpr, loads: gl.constexpr):
+def _fetch(
+    cache, tile, first, high, table, D: gl.constexpr, STEP: gl.constexpr, PAGE: gl.constexpr, loads: gl.constexpr
+):  # fmt: skip
     """Start to copy keys or values from ``first`` on, zeros from ``high`` on, as a group of copies."""
     j = first + gl.arange(0, KEYS, gl.SliceLayout(1, loads))
     d = gl.arange(0, D, gl.SliceLayout(0, loads))
-    places = (rows * STEP)[:, None] + d[None, :]
+    page = gl.load(table + j // PAGE, mask=j < high, other=0).to(gl.int64)
+    places = ((page * PAGE + j % PAGE) * STEP)[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(tile, cache + places, mask=(j < high)[:, None])
     async_copy.commit_group()
 
@@ -76,7 +72,7 @@ def _fetch(cache, tile, rows, first, high, D: gl.constexpr, STEP: gl.constexpr, 
 def decode_split_hopper(
     q, k, v, part, part_m, part_l, out, positions, table, table_step, splits, scale2,
     QH: gl.constexpr, KVH: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
-    SINGLE: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
+    SINGLE: gl.constexpr, V_SLOTS: gl.constexpr, OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Partial softmax of one query row a sequence over one split of its keys, of the ``hopper`` profile in bfloat16.
 
@@ -84,15 +80,11 @@ def decode_split_hopper(
 
     Args:
         out: [S, QH, D], written with SINGLE, where no sequence has more than one split: what the merge would give.
-        SLOTS: blocks in shared memory, of which all but one are copied ahead: 2 or 3.
-        AHEAD: whether values are too, or have one slot only, so that two programs fit a multiprocessor.
+        V_SLOTS: 2: values are copied a block ahead, as keys are; 1: for two programs a multiprocessor.
         OVERLAPS: programs start while the kernel before runs, and wait for it here.
     """
     GROUP: gl.constexpr = QH // KVH
     gl.static_assert(GROUP <= 16, "the query heads of a group are the rows of one tile")
-    gl.static_assert(
-        SLOTS == 2 or (SLOTS == 3 and AHEAD), "values that come late are those of the block that was copied last"
-    )
     unit: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, num_warps], instr_shape=[16, 8])
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=unit, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=unit, k_width=2)
@@ -102,15 +94,9 @@ def decode_split_hopper(
     kv_head, split, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(gl.int64)
     if OVERLAPS:
         launch_dependents()
-    # positions and tables are no kernel's results
+        wait_for_prior()
     position = gl.load(positions + sequence)
     low = split * SPLIT
-    high = gl.minimum(low + SPLIT, position + 1)
-    my_table = table + sequence * table_step
-    places_now = _rows_of(my_table, low, high, PAGE, loads)
-    places_later = _rows_of(my_table, low + KEYS, high, PAGE, loads)
-    if OVERLAPS:
-        wait_for_prior()
     head = kv_head * GROUP + gl.arange(0, _ROWS, rows)
     present = gl.arange(0, _ROWS, rows) < GROUP
     width = gl.arange(0, D, gl.SliceLayout(0, unit))
@@ -118,38 +104,30 @@ def decode_split_hopper(
     sums = gl.full((_ROWS,), 0.0, gl.float32, rows)
     acc = gl.zeros((_ROWS, D), gl.float32, unit)
     if low <= position:
+        high = gl.minimum(low + SPLIT, position + 1)
+        my_table = table + sequence * table_step
         my_k, my_v = k + kv_head * D, v + kv_head * D
-        V_SLOTS: gl.constexpr = SLOTS if AHEAD else 1
-        k_tiles = gl.allocate_shared_memory(k.dtype.element_ty, [SLOTS, KEYS, D], tiles)
+        k_tiles = gl.allocate_shared_memory(k.dtype.element_ty, [2, KEYS, D], tiles)
         v_tiles = gl.allocate_shared_memory(v.dtype.element_ty, [V_SLOTS, KEYS, D], tiles)
-        _fetch(my_k, k_tiles.index(0), places_now, low, high, D, KVH * D, loads)
-        if AHEAD:
-            _fetch(my_v, v_tiles.index(0), places_now, low, high, D, KVH * D, loads)
-        if SLOTS == 3:
-            _fetch(my_k, k_tiles.index(1), places_later, low + KEYS, high, D, KVH * D, loads)
-            _fetch(my_v, v_tiles.index(1), places_later, low + KEYS, high, D, KVH * D, loads)
-            # where a block lies is known before it is fetched
-            places_later = _rows_of(my_table, low + 2 * KEYS, high, PAGE, loads)
+        _fetch(my_k, k_tiles.index(0), low, high, my_table, D, KVH * D, PAGE, loads)
+        if V_SLOTS == 2:
+            _fetch(my_v, v_tiles.index(0), low, high, my_table, D, KVH * D, PAGE, loads)
         member = gl.arange(0, _ROWS, gl.SliceLayout(1, loads))
         d = gl.arange(0, D, gl.SliceLayout(0, loads))
-        q_places = (sequence * QH + kv_head * GROUP + member)[:, None] * D + d[None, :]
-        q_tile = gl.load(q + q_places, mask=(member < GROUP)[:, None], other=0.0)
+        places = (sequence * QH + kv_head * GROUP + member)[:, None] * D + d[None, :]
+        q_tile = gl.load(q + places, mask=(member < GROUP)[:, None], other=0.0)
         query = gl.convert_layout(q_tile, left)
         column = gl.arange(0, KEYS, gl.SliceLayout(0, unit))
         for block in range(gl.cdiv(high - low, KEYS)):
             first = low + block * KEYS
-            slot = block % SLOTS
-            later = (block + SLOTS - 1) % SLOTS
-            after = first + (SLOTS - 1) * KEYS
-            if not AHEAD:
-                _fetch(my_v, v_tiles.index(0), places_now, first, high, D, KVH * D, loads)
-                places_now = places_later
-            _fetch(my_k, k_tiles.index(later), places_later, after, high, D, KVH * D, loads)
-            if AHEAD:
-                _fetch(my_v, v_tiles.index(later), places_later, after, high, D, KVH * D, loads)
-            places_later = _rows_of(my_table, after + KEYS, high, PAGE, loads)
-            # what was started after this block's keys may still be on its way
-            async_copy.wait_group(2 * SLOTS - 1 if AHEAD else 2)
+            slot = block % 2
+            if V_SLOTS == 1:
+                _fetch(my_v, v_tiles.index(0), first, high, my_table, D, KVH * D, PAGE, loads)
+            _fetch(my_k, k_tiles.index(1 - slot), first + KEYS, high, my_table, D, KVH * D, PAGE, loads)
+            if V_SLOTS == 2:
+                _fetch(my_v, v_tiles.index(1 - slot), first + KEYS, high, my_table, D, KVH * D, PAGE, loads)
+            # the groups of this block's keys; what comes after them may still be on its way
+            async_copy.wait_group(1 + V_SLOTS)
             keys = k_tiles.index(slot).permute((1, 0)).load(right)
             s = mma_v2(query, keys, gl.zeros((_ROWS, KEYS), gl.float32, unit)) * scale2
             visible = (first + column <= position)[None, :]
@@ -164,7 +142,7 @@ def decode_split_hopper(
             total = gl.convert_layout(_lane_total(weights.to(gl.float32)), rows)
             sums = gl.fma(sums, alpha, total)
             m = new
-            async_copy.wait_group(2 * SLOTS - 2 if AHEAD else 1)
+            async_copy.wait_group(V_SLOTS)
             values = v_tiles.index(slot % V_SLOTS).load(right)
             acc = mma_v2(weights, values, acc * alpha[:, None])
         async_copy.wait_group(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
@@ -18,16 +16,8 @@ from rlkernel.kernels.triton.launch_attention import (
     attention_decode,
 )
 
-
-@dataclass(frozen=True)
-class DecodeTile:
-    """Tuning. Nothing here is part of the contract.
-
-    ``slots``: blocks of keys in shared memory; ``ahead``: values have as many, not one.
-    """
-
-    slots: int = 3
-    ahead: bool = True
+_FEW = 132
+"""Programs up to which each has a multiprocessor of its own."""
 
 
 def decode_attention(
@@ -40,7 +30,6 @@ def decode_attention(
     points: AttentionPoints,
     *,
     overlaps: bool = False,
-    tile: DecodeTile | None = None,
 ) -> torch.Tensor:
     """``launch_attention.attention_decode`` without lse2: [S, QH, D].
 
@@ -61,7 +50,6 @@ def decode_attention(
     block_d = _require_heads(points, q_heads, kv_heads, depth)
     from rlkernel.kernels.triton.decode_hopper import decode_split_hopper  # Gluon: on sm_90 alone
 
-    tile = tile or DecodeTile()
     out, single = torch.empty_like(q), max_splits == 1
     part = part_m = part_l = torch.empty(1, dtype=torch.float32, device=q.device)
     if not single:
@@ -70,8 +58,8 @@ def decode_attention(
     decode_split_hopper[(kv_heads, max_splits, sequences)](
         q, k_cache, v_cache, part, part_m, part_l, out, positions, table, table.shape[1], max_splits, points.scale2,
         QH=q_heads, KVH=kv_heads, D=depth, PAGE=page, SPLIT=points.split, SINGLE=single,
-        SLOTS=tile.slots, AHEAD=tile.ahead, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
-        **compiler_options("cuda"),
+        V_SLOTS=2 if kv_heads * sequences <= _FEW else 1, OVERLAPS=overlaps, num_warps=4,
+        launch_pdl=overlaps, **compiler_options("cuda"),
     )  # fmt: skip
     if not single:
         lse2 = torch.empty((sequences, q_heads), dtype=torch.float32, device=q.device)
