@@ -228,8 +228,8 @@ def main() -> int:
         calls |= {f"forward+backward {name}": training.peer(backend, True) for name, backend in PEERS}
         record(result, path, calls, 3.5 * training.flops)
     if decoding is not None:
-        tiles = [None, *candidates()] if arguments.sweep else [None]
-        for tile in tiles:
+        tunings: list[AttentionTile | None] = [None, *(candidates() if arguments.sweep else ())]
+        for tile in tunings:
             name = "decode" if tile is None else f"decode {asdict(tile)}"
             measured = seconds(decoding.call(tile))
             share = round(decoding.bytes / measured / COPY_BANDWIDTH, 4)

@@ -32,12 +32,12 @@ def varlen_hopper(
     out: torch.Tensor,
     lse2: torch.Tensor,
     pingpong: bool = False,
-    stages: int = 2,
+    stages: int = 0,
 ) -> None:
     """``attention_varlen`` of the hopper profile, head_dim 64 or 128, into ``out`` and ``lse2``; operands are checked.
 
-    ``pingpong``: groups of warps take turns at the matrix unit; ``stages``: blocks of keys, and of values, in shared
-    memory. Neither changes a bit.
+    ``pingpong``: groups of warps take turns at the matrix unit, which gained nothing on an H200; ``stages``: blocks of
+    keys, and of values, in shared memory (0: as many as fit with head_dim 128). Neither changes a bit.
     """
     _, q_heads, depth = q.shape
     kv_heads, sequences = k.shape[1], len(starts) - 1
@@ -52,7 +52,7 @@ def varlen_hopper(
         _tiles(q, 64, depth), _tiles(k, 128, depth), _tiles(v, 128, depth), out, lse2, stash, stash_rows, starts,
         counter, sequences, tiles, splits, points.scale2,
         QH=q_heads, KVH=kv_heads, D=depth, SPLIT_BLOCKS=points.split // points.key_block, PINGPONG=pingpong,
-        STAGES=stages, REGISTERS=240, num_warps=4, **compiler_options("cuda"),
+        STAGES=stages or (3 if depth == 128 else 2), REGISTERS=240, num_warps=4, **compiler_options("cuda"),
     )  # fmt: skip
 
 
