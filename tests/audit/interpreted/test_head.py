@@ -22,7 +22,7 @@ from rlkernel.kernels.triton.launch_logprob import DeviceRowStatistics, HeadTile
 from rlkernel.kernels.triton.launch_logprob_backward import BackwardTuning, linear_logprob_backward
 from rlkernel.kernels.triton.launch_sampling import row_statistics
 from rlkernel.models.config import ModelConfig
-from rlkernel.reference.head import _shard_padded
+from rlkernel.reference.head import shard_borders
 from rlkernel.reference.reductions import matmul
 from rlkernel.reference.regions import continued, output
 
@@ -159,7 +159,8 @@ def test_gradients(rows: int, depth: int, columns: int, shards: int, chunk: int)
             z, expected, targets.numpy(), coefficient.numpy(), temperature, WORKERS, False, np.empty_like(z)
         )
     head = entries[("trainer_backward", "lm_head")]
-    dx = output(head, matmul(head, *_shard_padded(head, torch.from_numpy(dz), w)))
+    borders = shard_borders(head, dz.shape[1])
+    dx = output(head, matmul(head, torch.from_numpy(dz), w.T.contiguous(), borders=borders))
     weight = continued(entries[("trainer_backward", "lm_head.wgrad")], torch.from_numpy(dz), x, running)
 
     tuning = BackwardTuning(chunk, 128, SMALL, SMALL, SMALL)
