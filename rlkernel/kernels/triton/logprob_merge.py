@@ -122,7 +122,8 @@ def _shards(
         for start in range(whole, last, TAIL):
             for step in tl.static_range(TAIL):
                 at = row.to(tl.int64) + tl.cast(start + step, tl.int64) * R
-                total, moment = _link(maxima, sums, moments, at, present & (start + step < last), total, moment)
+                there = present & ((row * 0 + (start + step)) < last)  # not a scalar: Triton's interpreter
+                total, moment = _link(maxima, sums, moments, at, there, total, moment)
         shift = m_shard - top
         weight = exp2_full(shift * _LOG2E)
         live = m_shard != -_INF

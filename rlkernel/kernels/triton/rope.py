@@ -132,10 +132,11 @@ def decode_heads(
     tl.store(target, o1, mask=own)
     tl.store(target + HALF, o2, mask=own)
     there = (slot * GROUPS + group) * (2 * HALF) + tl.zeros((SLOTS, 1), tl.int64) + half[None, :]
-    own = inside & (member == PER)[:, None] & (slot >= 0)
+    kept = (slot + tl.zeros((SLOTS, 1), tl.int64)) >= 0  # not a scalar: Triton's interpreter takes no such mask
+    own = inside & (member == PER)[:, None] & kept
     tl.store(k_cache + there, o1, mask=own)
     tl.store(k_cache + there + HALF, o2, mask=own)
-    own = inside & (member == PER + 1)[:, None] & (slot >= 0)
+    own = inside & (member == PER + 1)[:, None] & kept
     tl.store(v_cache + there, raw1, mask=own)
     tl.store(v_cache + there + HALF, raw2, mask=own)
 
