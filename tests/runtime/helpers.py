@@ -96,7 +96,9 @@ class Ended:
 
     @property
     def events(self) -> list[Event]:
-        """The events of the log."""
+        """The events of the log; none where the run was refused before its first one, which leaves no folder."""
+        if not self.directory.exists():
+            return []
         return [record.event for record in RunView.open(self.directory).records]
 
     @property

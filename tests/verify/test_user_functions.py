@@ -54,13 +54,12 @@ def test_a_right_function_has_the_contract_s_bits_and_a_flipped_one_has_not(regi
     assert compare(want, wrong)[1] is not None
 
 
-def test_a_function_gets_memory_of_its_own_with_gaps_where_the_inputs_have_some():
+def test_a_function_gets_gaps_in_memory_where_the_inputs_have_some():
     seen = []
 
     def add(stream, branch):
         seen.append((stream.is_contiguous(), stream.stride()))
-        stream += branch
-        return stream
+        return stream + branch
 
     problem = problems_of(CONTRACT, "residual_add", "trainer_forward")[0]
     wide = [np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, np.float32) for x in problem.inputs]
@@ -69,11 +68,9 @@ def test_a_function_gets_memory_of_its_own_with_gaps_where_the_inputs_have_some(
     views = replace(problem, inputs=tuple(x[:, ::2] for x in wide))
     op = operation(add, "residual_add", "trainer_forward", "torch")
     want = EXECUTOR.run(op, problem, "trainer_forward")
-    before = problem.inputs[0].copy()
     assert compare(want, EXECUTOR.run(op, views, "trainer_forward"))[1] is None
     width = problem.inputs[0].shape[1]
     assert seen == [(True, (width, 1)), (False, (2 * width, 2))]
-    assert np.array_equal(before.view(np.uint32), problem.inputs[0].view(np.uint32))
 
 
 def test_a_function_runs_on_as_many_threads_as_the_user_has():

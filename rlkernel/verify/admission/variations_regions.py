@@ -75,12 +75,11 @@ NORM_BACKWARD: tuple[Variation, ...] = (
     Variation("primitives", "the gradient's last formula without a fused multiply-add", _regions(_DX, "dx = mul(inverse[:, None].expand_as(x), sub(g, mul(xh, c[:, None].expand_as(x))))")),
     Variation("primitives", "the weight gradient without a fused multiply-add", _regions(_RUNNING, "running = add(mul(dy[t], xh[t]), running)")),
     Variation("merge order", "the weight gradient over tokens in descending order", (
-        Line("regions", "            for t in range(len(dy)):\n                running = fused", "            for t in reversed(range(len(dy))):\n                running = fused"),)),
+        Line("regions", "        for t in range(len(dy)):\n            running = fused", "        for t in reversed(range(len(dy))):\n            running = fused"),)),
     Variation("split", "the weight gradient of each call from +0, added to the chain it should have continued", (
-        Line("regions", "running = self.interpreter.tensor(self.grad(host, name))\n            fused", "running = torch.zeros_like(weight)\n            fused"),
-        Line("regions", "self.grad(host, name)[:] = array(running)\n            result", "self.grad(host, name)[:] = self.grad(host, name) + array(running)\n            result"))),
+        Line("regions", "running = self.interpreter.tensor(self.grad(host, name))\n            self.grad(host, name)[:] = array(self._continued(wgrad, dy, xh, running))", "running = torch.zeros_like(weight)\n            self.grad(host, name)[:] = self.grad(host, name) + array(self._continued(wgrad, dy, xh, running))"),)),
     Variation("precision", "the weight gradient in float64", _regions(_RUNNING, "running = (dy[t].double() * xh[t].double()) + running.double()") + (
-        Line("regions", "self.grad(host, name)[:] = array(running)\n            result", "self.grad(host, name)[:] = array(running.float())\n            result"),)),
+        Line("regions", "array(self._continued(wgrad, dy, xh, running))", "array(self._continued(wgrad, dy, xh, running).float())"),)),
     Variation("precision", "the weight gradient in bfloat16", _regions(_RUNNING, f"running = {_narrow('fused(dy[t], xh[t], running)')}")),
     Variation("rounding", "normed values that are rounded to bfloat16 in the gradient", _regions(_XH, f"xh = {_narrow('mul(x, inverse[:, None])')}")),
     Variation("rounding", "the gradient times the weight rounded to bfloat16", _regions("g = mul(dy, weight[None, :])", f"g = {_narrow('mul(dy, weight[None, :])')}")),

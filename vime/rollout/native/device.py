@@ -10,8 +10,8 @@ from vime.rollout.native.model import NULL_PAGE, KVShape
 class DevicePagedKV:
     """Key and value pages of every layer, [P, page, KVH, D] in the contract's dtype.
 
-    Page 0 is the null page of :class:`vime.rollout.native.model.PagedKV`: it holds ``null``. That is NaN for kernels that
-    keep the contract; torch's own multiply what they read there by 0, and need zeros.
+    Page 0 is the null page of :class:`vime.rollout.native.model.PagedKV`: it holds ``null``. That is NaN for kernels
+    that keep the contract; torch's own multiply what they read there by 0, and need zeros.
     """
 
     def __init__(
