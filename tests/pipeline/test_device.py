@@ -46,7 +46,10 @@ def test_a_profile_of_another_gpu_is_refused(monkeypatch) -> None:
         (("device=cuda", "contract.profile=hopper"), "contract.dtype", ["'float32'", "matrix unit takes bfloat16"]),
         (
             (
-                "device=cuda", "numerics.rollout=native", "on_mismatch=continue", "stages.rollout.sampling.top_k=5",
+                "device=cuda",
+                "numerics.rollout=native",
+                "on_mismatch=continue",
+                "stages.rollout.sampling.top_k=5",
                 "stages.train.require_full_distribution=false",
             ),
             "stages.rollout.sampling.top_k",
