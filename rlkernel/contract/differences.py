@@ -34,16 +34,15 @@ def differences(left: Any, right: Any, path: tuple[str, ...] = ()) -> list[Diffe
     """Every differing field, in the order of its path.
 
     Lists of pairs are compared by the pairs' first element, lists of objects by their ``name``, where these are
-    distinct; of objects that both have, another order is a difference too.
+    distinct; of those that both have, another order is a difference too.
     """
     if _are_objects(left) and _are_objects(right):
-        names = [[item["name"] for item in side] for side in (left, right)]
-        common = [[name for name in side if name in set(names[0]) & set(names[1])] for side in names]
-        parted = next((pair for pair in zip(*common, strict=True) if pair[0] != pair[1]), None)
-        order = [] if parted is None else [Difference((*path, "order"), *parted)]
         one, other = ({item["name"]: item for item in side} for side in (left, right))
-        return [*differences(one, other, path), *order]
+        return [*differences(one, other, path), *_order(list(one), list(other), path)]
+    lists = isinstance(left, list) and isinstance(right, list)
     left, right = _named(left), _named(right)
+    if lists and isinstance(left, dict) and isinstance(right, dict):
+        return [*differences(left, right, path), *_order(list(left), list(right), path)]
     if isinstance(left, dict) and isinstance(right, dict):
         return [
             found
@@ -57,6 +56,14 @@ def differences(left: Any, right: Any, path: tuple[str, ...] = ()) -> list[Diffe
             for found in differences(one, other, (*path[:-1], f"{path[-1] if path else ''}[{index}]"))
         ]
     return [] if _same(left, right) else [Difference(path, left, right)]
+
+
+def _order(left: list[str], right: list[str], path: tuple[str, ...]) -> list[Difference]:
+    """The first place where two lists have the names that are in both in another order."""
+    common = set(left) & set(right)
+    pairs = zip((name for name in left if name in common), (name for name in right if name in common), strict=True)
+    parted = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    return [] if parted is None else [Difference((*path, "order"), *parted)]
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -1,4 +1,9 @@
-"""A contract from its JSON: the strict inverse of :meth:`Contract.as_json`."""
+"""A contract from its JSON: the strict inverse of :meth:`Contract.as_json`.
+
+:func:`contract_from_json` and :func:`read_contract` accept what this version makes and nothing else. A contract of
+another version may have other entries: :func:`parse_contract` and :func:`parse_contract_file` check all that needs no
+builder, and :func:`departures` says what this version would have made otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from rlkernel.contract.build import Contract
+from rlkernel.contract.build import Contract, build_contract
 from rlkernel.contract.canonical import bits_float32, bits_float64, canonical_json
 from rlkernel.contract.claims import Topology
 from rlkernel.contract.decode import check_fields, decode
-from rlkernel.contract.differences import differences
+from rlkernel.contract.differences import ABSENT, Difference, differences
 from rlkernel.contract.points import points_from_json
+from rlkernel.contract.structure import structural_problems
 from rlkernel.errors import ContractError, ModelError
 from rlkernel.models.config import ModelConfig, RopeConfig
 
@@ -32,15 +38,63 @@ _POLICY = [
 
 
 def contract_from_json(data: Any, where: str = "contract") -> Contract:
-    """Read a contract; writing it again gives the same data, and so the same identities.
+    """Read a contract that this version makes; writing it again gives the same data, and so the same identities.
 
     Args:
         data: what :meth:`Contract.as_json` returned, or the JSON parser made of it.
         where: name of the source, for messages.
 
     Raises:
-        ContractError: unknown or missing fields, other types, raw floats, undefined primitives, or regions and claims
-            that do not follow from the model; each with its path.
+        ContractError: what :func:`parse_contract` refuses, or the first field that does not follow from the model,
+            profile, dtype and claims by the builder of this version.
+    """
+    contract = parse_contract(data, where)
+    found = departures(contract)
+    if found:
+        raise ContractError(f"{where}: {departure_sentence(found)}")
+    return contract
+
+
+def departures(contract: Contract) -> list[Difference]:
+    """What this version makes otherwise of the contract's own model, profile, dtype, topology, temperature, optimizer.
+
+    ``left`` is this version's value, ``right`` the contract's. Empty: the contract follows.
+    """
+    built = build_contract(
+        contract.config,
+        profile=contract.profile,
+        dtype=contract.dtype,
+        topology=contract.topology,
+        temperature=bits_float32(contract.temperature),
+        optimizer=contract.optimizer,
+    )
+    return differences(built.as_json(), contract.as_json())
+
+
+def departure_sentence(found: list[Difference]) -> str:
+    """The first of :func:`departures` in words, and how many more there are."""
+    first, others = found[0], len(found) - 1
+    path, made = ".".join(first.path), "a contract of this model, profile and claims"
+    if first.right is ABSENT:
+        text = f"{path} is absent; {made} has it"
+    elif first.left is ABSENT:
+        text = f"{path} is given; {made} has no such field"
+    else:
+        text = f"{path} is {first.right!r}; {made} has {first.left!r}"
+    return text + (f" (and {others} more {'field' if others == 1 else 'fields'})" if others else "")
+
+
+def parse_contract(data: Any, where: str = "contract") -> Contract:
+    """Read a contract that any version may have made. Its entries need not be those that this version makes.
+
+    Args:
+        data: what :meth:`Contract.as_json` returned, or the JSON parser made of it.
+        where: name of the source, for messages.
+
+    Raises:
+        ContractError: unknown or missing fields, other types, raw floats, numbers out of range, names of cases,
+            regions, roles, constants and primitives that are not defined, dtypes that contradict each other, malformed
+            bit patterns, another schema, or model regions and states that are not this schema's; each with its path.
     """
     try:
         canonical_json(data)
@@ -70,7 +124,9 @@ def contract_from_json(data: Any, where: str = "contract") -> Contract:
         entries=entries,
         rope=decode(str, policy["rope_tables"], f"{path}.rope_tables"),
     )
-    bits_float32(contract.temperature)
+    problem = next(structural_problems(contract), None)
+    if problem is not None:
+        raise ContractError(f"{where}.{problem[0]} {problem[1]}")
     found = differences(contract.as_json(), data)
     if found:
         raise ContractError(
@@ -81,14 +137,25 @@ def contract_from_json(data: Any, where: str = "contract") -> Contract:
 
 
 def read_contract(path: Path) -> Contract:
-    """Read a file that ``vime contract export`` wrote. Raises ContractError naming what is wrong with it."""
+    """Read a file that ``vime contract export`` of this version wrote.
+
+    Raises ContractError naming what is wrong with it.
+    """
+    return contract_from_json(_json_of(path), str(path))
+
+
+def parse_contract_file(path: Path) -> Contract:
+    """Read a file that ``vime contract export`` of any version wrote, as :func:`parse_contract` does."""
+    return parse_contract(_json_of(path), str(path))
+
+
+def _json_of(path: Path) -> Any:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except OSError as error:
         raise ContractError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ContractError(f"{path} is no JSON: {error}") from error
-    return contract_from_json(data, str(path))
 
 
 def contract_text(contract: Contract) -> str:

@@ -114,6 +114,57 @@ def test_what_is_exported_is_the_contract(capsys: Capture, pipeline: str, tmp_pa
     assert code == 2 and "there is no folder" in message
 
 
+def test_an_export_overwrites_nothing_unless_it_is_told_to(capsys: Capture, pipeline: str, tmp_path: Path):
+    source, target = Path(pipeline), tmp_path / "contract.json"
+    before = source.read_bytes()
+    link = tmp_path / "link.yaml"
+    link.symlink_to(source)
+    for file in (pipeline, str(link), str(tmp_path / "." / source.name)):
+        for force in ((), ("--force",)):
+            code, _, message = call(capsys, "export", pipeline, file, *force)
+            assert code == 2 and "is the pipeline itself" in message
+    assert source.read_bytes() == before and link.is_symlink()
+    target.write_text("kept")
+    code, _, message = call(capsys, "export", pipeline, str(target))
+    assert code == 2 and "exists already" in message and "--force" in message and target.read_text() == "kept"
+    assert call(capsys, "export", pipeline, str(target), "--force")[0] == 0
+    assert read_contract(target) == read_pipeline_contract(pipeline)
+
+
+def test_an_exported_contract_is_no_pipeline(capsys: Capture, pipeline: str, tmp_path: Path):
+    file = str(tmp_path / "contract.json")
+    call(capsys, "export", pipeline, file)
+    for arguments in (("show", file), ("digest", file), ("export", file, str(tmp_path / "again.json"))):
+        code, _, message = call(capsys, *arguments)
+        assert code == 2 and f"{file} is an exported contract" in message and "'vime contract diff' alone" in message
+    assert not (tmp_path / "again.json").exists()
+
+
+def test_contracts_of_another_version_are_compared_with_a_note(capsys: Capture, pipeline: str, tmp_path: Path):
+    file = tmp_path / "other.json"
+    call(capsys, "export", pipeline, str(file))
+    data = json.loads(file.read_text())
+    entry = data["numerical_policy"]["entries"]["rollout_decode/rms_norm"]
+    entry["split"]["lanes"] //= 2
+    file.write_text(json.dumps(data))
+    code, printed, notes = call(capsys, "diff", pipeline, str(file))
+    made = entry["split"]["lanes"] * 2
+    sentence = (
+        f"rollout_decode/rms_norm.split.lanes is {made // 2}; a contract of this model, profile and claims has {made}"
+    )
+    assert code == 1 and printed == (
+        f"rms_norm.split.lanes in rollout_decode: {made} in {pipeline}, {made // 2} in {file}\n"
+    )
+    assert notes == f"note: {file} is not what this version makes: numerical_policy.entries.{sentence}\n"
+    assert call(capsys, "diff", str(file), str(file))[:2] == (0, "the contracts are equal\n")
+    _, printed, notes = call(capsys, "diff", pipeline, str(file), "--json")
+    assert len(lines(printed)) == 1 and notes.count("note: ") == 1
+    entry["split"]["lanes"] = -3
+    file.write_text(json.dumps(data))
+    code, printed, message = call(capsys, "diff", pipeline, str(file))
+    assert code == 2 and not printed and "rms_norm.split.lanes is -3: at least 1 is needed" in message
+
+
 def test_differences_are_named_with_both_values_and_the_cases_folded(capsys: Capture, pipeline: str, tmp_path: Path):
     file = str(tmp_path / "other.json")
     changes = [

@@ -11,7 +11,14 @@ from rlkernel.contract.build import build_contract
 from rlkernel.contract.canonical import canonical_json
 from rlkernel.contract.claims import Topology
 from rlkernel.contract.differences import ABSENT, differences
-from rlkernel.contract.serial import contract_from_json, contract_text, read_contract
+from rlkernel.contract.serial import (
+    contract_from_json,
+    contract_text,
+    departures,
+    parse_contract,
+    parse_contract_file,
+    read_contract,
+)
 from rlkernel.errors import ContractError
 from rlkernel.models.config import RopeConfig
 from tests.contract.test_contract import ADAMW, CONFIG
@@ -102,6 +109,164 @@ POLICY, MODEL, ENTRY = (
 def test_whatever_is_unknown_missing_or_of_another_type_is_refused_with_its_place(change, words):
     with pytest.raises(ContractError, match=words):
         contract_from_json(_altered(change))
+
+
+ATTENTION = (*POLICY, "entries", "rollout_decode/attention")
+
+
+def _rename_role(data):
+    data["numerical_policy"]["entries"]["rollout_decode/attention"]["primitives"][0][0] = "multiply"
+
+
+def _swap(name):
+    def change(data):
+        pair = data["numerical_policy"]["entries"]["rollout_decode/attention"][name]
+        pair[0], pair[1] = pair[1], pair[0]
+
+    return change
+
+
+def _invent(case, region):
+    def change(data):
+        entries = data["numerical_policy"]["entries"]
+        entries[f"{case}/{region}"] = entries["rollout_decode/attention"]
+
+    return change
+
+
+def _all_float32(data):
+    """A contract in bfloat16 whose entries are those of one in float32."""
+    other = build_contract(CONFIG).numerical_policy()
+    data["numerical_policy"].update(json.loads(json.dumps({**other, "dtype": "bfloat16"})))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set(*ATTENTION, "split", "lanes", to=-3), r"decode/attention\.split\.lanes is -3: at least 1 is needed"),
+        (_set(*ATTENTION, "split", "lanes", to=512), "split.lanes is 512: at most 256"),
+        (_set(*ATTENTION, "split", "leaves", to=2), "split has leaves 2 and leaf_size 2048: exactly one"),
+        (_set(*ATTENTION, "primitives", to=[]), "decode/attention.primitives is empty"),
+        (_rename_role, "primitives has the role 'multiply'; there are mac, "),
+        (_set(*ATTENTION, "primitives", 0, 1, to="copy"), "primitives.mac is 'copy', which plays no such role"),
+        (_set(*ATTENTION, "primitives", 1, 0, to="mac"), r"primitives names \['mac'\] twice"),
+        (_set(*ATTENTION, "constants", 0, 1, to="64x"), "constants.key_block is '64x': a whole number above 0"),
+        (_set(*ATTENTION, "constants", 0, 1, to="0"), "constants.key_block is '0': a whole number above 0"),
+        (_set(*ATTENTION, "constants", 1, 1, to="f32:7fc00000"), "constants.scale2 is f32:7fc00000"),
+        (_set(*ATTENTION, "constants", 1, 1, to="0.5"), "constants.scale2: '0.5' is no bit pattern"),
+        (_set(*ATTENTION, "constants", 1, 0, to="scale3"), "constants has 'scale3'"),
+        (_set(*ATTENTION, "precision", "state", to="float16"), "precision.state is 'float16': a contract in bfloat16"),
+        (
+            _set(*ATTENTION, "precision", "output", to="float32"),
+            "precision.output is 'float32': attention has bfloat16",
+        ),
+        (_set(*ATTENTION, "rounding", 0, "to", to="float16"), "narrows 'weights' to 'float16'"),
+        (_set(*ATTENTION, "rounding", 0, "site", to="output"), r"rounding names \['output'\] twice"),
+        (_set(*ATTENTION, "dependency", "inputs", to=[]), "dependency.inputs is \\[\\]"),
+        (_set(*ATTENTION, "dependency", "domain", to=""), "dependency.domain is empty"),
+        (_invent("rollout_decode", "foo"), "decode/foo: the case rollout_decode of this model has no region 'foo'"),
+        (_invent("optimizer_step", "attention"), "the case optimizer_step of this model has no region 'attention'"),
+        (_invent("rollout_draft", "attention"), "there is no case 'rollout_draft'"),
+        (_set(*POLICY, "temperature", to="f32:7fc00000"), "temperature is f32:7fc00000 .nan.: a finite number above 0"),
+        (_set(*POLICY, "temperature", to="f32:00000000"), "temperature is f32:00000000 .0.0.: a finite number above 0"),
+        (_set(*POLICY, "temperature", to="f32:7f800000"), "temperature is f32:7f800000 .inf."),
+        (_set(*POLICY, "rope_tables", to="0" * 63), "rope_tables is '0+': a SHA-256"),
+        (_set(*POLICY, "profile", to="volta"), "numerical_policy: profile 'volta' is unknown"),
+        (_set(*POLICY, "dtype", to="float32"), "profile 'hopper' has dtype bfloat16, not 'float32'"),
+        (_all_float32, "precision.inputs is 'float32': embedding has bfloat16 in a contract in bfloat16"),
+        (
+            _set(*POLICY, "topology", "tp", to=3),
+            "contract.numerical_policy: topology.tp = 3: a claimed degree is a power of two",
+        ),
+        (_set(*POLICY, "optimizer", "eps", to="f64:3e45"), "numerical_policy.optimizer.eps: 'f64:3e45' is no bit"),
+        (_set(*MODEL, "rms_norm_eps", to="f32:7fc00000"), "semantic.model.rms_norm_eps is nan"),
+        (_set(*MODEL, "rope", "theta", to="f64:fff0000000000000"), "semantic.model.rope.theta is -inf"),
+    ],
+)
+def test_what_no_version_makes_is_refused_by_both_readers(change, words):
+    data = _altered(change)
+    with pytest.raises(ContractError, match=words):
+        parse_contract(data)
+    with pytest.raises(ContractError, match=words):
+        contract_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            _set(*ATTENTION, "split", "lanes", to=4),
+            "contract: numerical_policy.entries.rollout_decode/attention.split.lanes is 4; a contract of this model, "
+            "profile and claims has 8$",
+        ),
+        (_set(*ATTENTION, "constants", 1, 1, to="f32:3eb8aa3a"), "constants.scale2 is 'f32:3eb8aa3a'; .* has 'f32:"),
+        (_set(*ATTENTION, "primitives", 0, 1, to="fma.rn.f32"), "primitives.mac is 'fma.rn.f32'; .*'mma.bf16.sm90'"),
+        (_swap("primitives"), "rollout_decode/attention.primitives.order is 'weights_exp2'; .* has 'mac'"),
+        (_swap("rounding"), r"rollout_decode/attention.rounding\[0\]"),
+        (
+            lambda d: d["numerical_policy"]["entries"].pop("rollout_decode/attention"),
+            "entries.rollout_decode/attention is absent; .* has it$",
+        ),
+        (_invent("trainer_backward", "attention.wgrad"), "attention.wgrad is given; .* has no such field$"),
+        (_set(*POLICY, "rope_tables", to="0" * 64), "numerical_policy.rope_tables is '0{64}'; .* has '[0-9a-f]{64}'$"),
+        (_set(*POLICY, "topology", "tp", to=1), r"entries\.\S+ is .* has .* \(and \d+ more fields\)$"),
+    ],
+)
+def test_what_does_not_follow_from_the_model_is_refused_and_can_still_be_compared(change, words, tmp_path):
+    data = _altered(change)
+    with pytest.raises(ContractError, match=words):
+        contract_from_json(data)
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    with pytest.raises(ContractError, match=words.removeprefix("contract: ")):
+        read_contract(tmp_path / "c.json")
+    parsed = parse_contract_file(tmp_path / "c.json")
+    assert canonical_json(parsed.as_json()) == canonical_json(data)  # as it stands in the file, not as it should be
+    assert departures(parsed) and parsed != CONTRACTS["everything"]
+
+
+@pytest.mark.parametrize("profile", ["portable", "hopper", "cdna3"])
+@pytest.mark.parametrize("other", [{}, {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "head_dim": 18}])
+def test_what_this_version_makes_follows(profile, other):
+    for dtype in ("float32", "bfloat16") if profile == "portable" else ("bfloat16",):
+        contract = build_contract(
+            replace(CONFIG, **other), profile=profile, dtype=dtype, topology=Topology(tp=2, dp=2), optimizer=ADAMW
+        )
+        assert departures(contract) == []
+        assert contract_from_json(contract.as_json()) == contract
+
+
+def test_every_changed_field_of_the_policy_is_refused():
+    """One bit, one number, one name at a time, in every distinct place of the entries and beside them."""
+    data = json.loads(contract_text(CONTRACTS["everything"]))
+    seen = set()
+    for path, value in list(_leaves(data["numerical_policy"])):
+        if path[0] in ("optimizer", "temperature"):
+            continue  # chosen by the user: another one is another contract, and a sound one
+        place = (path[2:], value) if path[0] == "entries" else path
+        if place in seen:
+            continue
+        seen.add(place)
+        change = _set("numerical_policy", *path, to=_other(value))
+        altered = _altered(change)
+        with pytest.raises(ContractError):
+            contract_from_json(altered)
+    assert len(seen) > 100
+
+
+def _leaves(value, path=()):
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def _other(value):
+    if isinstance(value, int):
+        return value + 1
+    if value.startswith(("f32:", "f64:")):
+        return value[:-1] + format(int(value[-1], 16) ^ 1, "x")
+    return "0" * 64 if len(value) == 64 else value + "x"
 
 
 def test_files_that_are_no_contract_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ def digest(pipeline: str, overrides: tuple[str, ...], as_json: bool) -> int:
     from vime.runtime.identities import expected_identities
     from vime.runtime.sides import pipeline_contract
 
+    _refuse_exported(pipeline)
     prepared = prepare(load_pipeline(pipeline, overrides), new_run=False)
     found = pipeline_contract(prepared.pipeline, prepared.config)
     sides = {side: identities.as_json() for side, identities in expected_identities(prepared, found).items()}
@@ -155,11 +157,16 @@ def digest(pipeline: str, overrides: tuple[str, ...], as_json: bool) -> int:
 def diff(left: str, right: str, as_json: bool) -> int:
     """Name every field in which the contracts A and B differ. Exit code 1 if any does.
 
-    Each is a pipeline (.yaml), a run directory, or a file that 'vime contract export' wrote.
+    Each is a pipeline (.yaml), a run directory, or a file that 'vime contract export' wrote, of any version.
+    A note on stderr says where one does not follow from its own model by this version.
     """
     from rlkernel.contract.differences import differences
+    from rlkernel.contract.serial import departure_sentence, departures
 
     one, other = read_contract_of(left), read_contract_of(right)
+    for name, side in ((left, one), (right, other)):
+        if departed := departures(side):
+            click.echo(f"note: {name} is not what this version makes: {departure_sentence(departed)}", err=True)
     found = differences(one.as_json(), other.as_json())
     if as_json:
         for item in found:
@@ -232,15 +239,24 @@ def _plain_word(value: Any) -> Any:
 @pipeline_argument
 @click.argument("file", type=click.Path(dir_okay=False), metavar="FILE")
 @overrides_option
-def export(pipeline: str, file: str, overrides: tuple[str, ...]) -> int:
-    """Write the contract of PIPELINE to FILE, as JSON."""
+@click.option("--force", is_flag=True, help="Write over FILE if it exists.")
+def export(pipeline: str, file: str, overrides: tuple[str, ...], force: bool) -> int:
+    """Write the contract of PIPELINE to FILE, as JSON.
+
+    An existing FILE is kept, unless --force is given; PIPELINE itself is never written over.
+    """
     from rlkernel.contract.serial import contract_text
     from vime.store.files import write_file
 
     text = contract_text(read_pipeline_contract(pipeline, overrides))
-    if not Path(file).parent.is_dir():
-        raise InputError(f"{file} cannot be written: there is no folder {Path(file).parent}")
-    write_file(Path(file), text.encode())
+    target = Path(file)
+    if not target.parent.is_dir():
+        raise InputError(f"{file} cannot be written: there is no folder {target.parent}")
+    if target.exists() and target.samefile(pipeline):
+        raise InputError(f"{file} is the pipeline itself: give the contract another file")
+    if not force and os.path.lexists(target):
+        raise InputError(f"{file} exists already: give another file, or --force to write over it")
+    write_file(target, text.encode())
     click.echo(file)
     return 0
 
@@ -248,13 +264,14 @@ def export(pipeline: str, file: str, overrides: tuple[str, ...]) -> int:
 def read_pipeline_contract(pipeline: str, overrides: tuple[str, ...] = ()) -> Contract:
     """The contract of a pipeline file; data, rewards and the run directory are not looked at.
 
-    Raises PipelineError or ContractError.
+    Raises PipelineError or ContractError, and InputError for an exported contract.
     """
     from vime.pipeline.loading import load_pipeline
     from vime.pipeline.model import resolve_model
     from vime.pipeline.problems import PipelineError
     from vime.runtime.sides import pipeline_contract
 
+    _refuse_exported(pipeline)
     loaded = load_pipeline(pipeline, overrides)
     model, problems = resolve_model(loaded)
     if model is None and not problems:
@@ -264,16 +281,34 @@ def read_pipeline_contract(pipeline: str, overrides: tuple[str, ...] = ()) -> Co
     return pipeline_contract(loaded.pipeline, model.config)
 
 
+def _refuse_exported(pipeline: str) -> None:
+    """JSON is YAML: without this, an exported contract would be called a pipeline that lacks every key."""
+    from rlkernel.contract.serial import SECTIONS
+
+    try:
+        data = json.loads(Path(pipeline).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # no JSON: what is wrong with it as a pipeline is said by its reader
+    if isinstance(data, dict) and set(SECTIONS) <= data.keys():
+        raise InputError(
+            f"{pipeline} is an exported contract, and a pipeline is needed here; exported contracts are read by "
+            "'vime contract diff' alone"
+        )
+
+
 def read_contract_of(name: str) -> Contract:
-    """The contract of a pipeline, a run directory or an exported file. Raises InputError or ContractError."""
-    from rlkernel.contract.serial import SECTIONS, contract_from_json, read_contract
+    """The contract of a pipeline, a run directory or an exported file, the latter two of any version.
+
+    Raises InputError or ContractError.
+    """
+    from rlkernel.contract.serial import SECTIONS, parse_contract, parse_contract_file
     from vime.store.names import CONTRACT_NAME
 
     path = Path(name)
     if path.suffix in PIPELINE_SUFFIXES:
         return read_pipeline_contract(name)
     if not path.is_dir():
-        return read_contract(path)
+        return parse_contract_file(path)
     file = path / CONTRACT_NAME
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -281,4 +316,4 @@ def read_contract_of(name: str) -> Contract:
         raise InputError(f"{name} is no run directory with a contract: {file} cannot be read ({error})") from error
     if not isinstance(data, dict):
         raise InputError(f"{file} is no contract: an object with {' and '.join(SECTIONS)} is needed")
-    return contract_from_json({section: data[section] for section in SECTIONS if section in data}, str(file))
+    return parse_contract({section: data[section] for section in SECTIONS if section in data}, str(file))
