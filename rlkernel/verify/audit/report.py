@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkernel.contract.canonical import digest
+from rlkernel.errors import ContractError
 from rlkernel.verify.audit import rules_cuda, rules_rocm
 from rlkernel.verify.audit.allowed import allowed_by
 from rlkernel.verify.audit.catalogue import Audited
 from rlkernel.verify.audit.findings import Violation
 from rlkernel.verify.audit.proof import Proof, prove
 from rlkernel.verify.audit.rules_common import written_counts
-from rlkernel.verify.audit.targets import Compiled, compile_variant
+from rlkernel.verify.audit.targets import Compiled, compile_variant, why_not_audited
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,12 @@ class Audit:
 
 
 def audit(kernel: Audited) -> Audit:
-    """Audit one kernel. Everything that is wrong is in the result; errors of the compiler are passed on."""
+    """Audit one kernel. Everything that is wrong is in the result; errors of the compiler are passed on.
+
+    Raises ContractError where the installed Triton is older than the one whose code for the target is understood.
+    """
+    if reason := why_not_audited(kernel.target):
+        raise ContractError(reason)
     began = time.monotonic()
     compiled = compile_variant(kernel.variant, kernel.target)
     allowed = allowed_by(kernel.entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,20 +22,24 @@ from rlkernel.verify.audit.written import Written, read_written
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device that kernels are compiled for."""
+    """One kind of device that kernels are compiled for.
+
+    ``since`` is the first Triton (major, minor) whose code for it the audit was built for.
+    """
 
     name: str
     backend: str
     architecture: int | str
     lanes: int
+    since: tuple[int, int]
 
     @property
     def gpu(self) -> GPUTarget:
         return GPUTarget(self.backend, self.architecture, self.lanes)
 
 
-SM_90 = Target("sm_90", "cuda", 90, 32)
-GFX942 = Target("gfx942", "hip", "gfx942", 64)
+SM_90 = Target("sm_90", "cuda", 90, 32, (3, 6))
+GFX942 = Target("gfx942", "hip", "gfx942", 64, (3, 9))
 TARGETS = (SM_90, GFX942)
 
 
@@ -44,6 +49,25 @@ def find_target(name: str) -> Target:
         if target.name == name:
             return target
     raise ContractError(f"target {name!r} is unknown; there are {', '.join(t.name for t in TARGETS)}")
+
+
+def why_not_audited(target: Target) -> str:
+    """Why the installed Triton's code for a target cannot be audited; empty where it can.
+
+    Raises ContractError where Triton's version cannot be read.
+    """
+    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    if not found:
+        raise ContractError(
+            f"Triton's version is {triton.__version__!r}: MAJOR.MINOR is needed to know what it compiles"
+        )
+    if (int(found[1]), int(found[2])) >= target.since:
+        return ""
+    needed = ".".join(map(str, target.since))
+    return (
+        f"the audit of {target.name} is for Triton {needed} and later, and Triton {triton.__version__} is installed, "
+        "which makes other instructions: pip install -U -e '.[triton]'"
+    )
 
 
 @dataclass(frozen=True)
