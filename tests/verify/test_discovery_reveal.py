@@ -363,6 +363,52 @@ def test_what_has_no_fixed_order_is_refused() -> None:
         raise NotASummation(found.reason)
 
 
+@pytest.mark.parametrize("period", [5, 97, 613])
+def test_what_differs_now_and_then_is_not_blamed_on_its_inputs(period: int) -> None:
+    """One row a call, so that hundreds of calls are made, and few of them differ."""
+    calls = 0
+
+    def now_and_then(x: Array) -> Array:
+        nonlocal calls
+        calls += 1
+        return sums.sequential(x[:, ::-1]) if calls % period == 0 else sums.sequential(x)
+
+    for seed in range(3):
+        try:
+            found = reveal(rows_target(now_and_then, 24, rows=1), seed=seed)
+            assert not found.proven
+            reason = found.reason
+        except NotASummation as error:
+            reason = str(error)
+        assert "is not deterministic" in reason and "no fixed order" in reason, reason
+
+
+def test_what_comes_again_is_not_called_undetermined() -> None:
+    """The negative of the test above: orders that depend on the data, and compensated sums, give their bits again."""
+    for function in (sums.by_size, sums.by_majority, sums.kahan):
+        found = reveal(rows_target(function, 24, rows=1))
+        assert found.orders[0].differing > 0 and found.orders[0].unstable == 0
+        assert "not deterministic" not in found.reason
+
+
+NOTHING_ALONE = r"no plain sum: 1 at input 0 and 0 elsewhere gives 0.0 \(24 of 24 inputs\), though the output depends"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (np.prod, NOTHING_ALONE),
+        (np.min, NOTHING_ALONE),
+        (np.max, r"no plain sum: with .* at input \d+, .* and 1 elsewhere it gives 1.26\d*e\+30; a sum gives 0 to 22"),
+        (lambda x: np.float32(3), "the output depends on none of its 24 inputs$"),
+    ],
+)
+def test_other_reductions_than_sums_are_called_no_plain_sum(function: Callable[[Array], Array], words: str) -> None:
+    with pytest.raises(NotASummation, match=words) as refused:
+        reveal(function_target(function, "reduction", n=24))
+    assert "partial sum of -" not in str(refused.value) and "do not reach" not in str(refused.value)
+
+
 def test_what_is_no_plain_sum_is_refused() -> None:
     with pytest.raises(NotASummation, match="no plain sum"):
         reveal(function_target(torch.mean, "torch.mean", n=10, library="torch"))

@@ -146,6 +146,16 @@ class Masks:
                     f"input {j} and {units[k]:g} elsewhere it gives {float(found[k][bad][0])!r}, which is no whole "
                     f"number of {units[k]:g}"
                 )
+            for block, (first, last) in enumerate(blocks):
+                most = last - first - sum(first <= leaf < last for leaf in (i, j))
+                if not 0 <= whole[k, block] <= most:
+                    where = "the initial value" if i == INITIAL else f"{masks[k]:g} at input {i}"
+                    among = "elsewhere" if len(blocks) == 1 else f"at the others of inputs {first}..{last - 1}"
+                    raise NotASummation(
+                        f"{self._prober.target.name} is no plain sum: with {where}, {-masks[k]:g} at input {j} and "
+                        f"{units[k]:g} {among} it gives {float(found[k, block])!r}; a sum gives 0 to {most} times "
+                        f"{units[k]:g}"
+                    )
         return [n - int(total) for total in whole.sum(axis=1)]
 
 

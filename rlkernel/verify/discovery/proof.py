@@ -23,8 +23,10 @@ _TINY_VECTORS = 32
 class Order:
     """The order of some outputs of one call: all of them, mostly.
 
-    ``checked`` outputs were compared with the executed tree, ``differing`` of them had other bits. ``subnormals``:
-    whether sums around the smallest normal number had the tree's bits too: ``kept``, ``not kept``, ``not checked``.
+    ``checked`` outputs were compared with the executed tree, ``differing`` of them had other bits. Where some of a call
+    did, it was made once more on the same input: ``unstable`` of its outputs then had other bits than before.
+    ``subnormals``: whether sums around the smallest normal number had the tree's bits too: ``kept``, ``not kept``,
+    ``not checked``.
     """
 
     where: str
@@ -34,6 +36,7 @@ class Order:
     checked: int = 0
     differing: int = 0
     subnormals: str = "not checked"
+    unstable: int = 0
 
 
 def check(
@@ -42,16 +45,36 @@ def check(
     """Compare the executed trees with the target on random inputs; returns the orders with their counts."""
     calls = max(4, -(-vectors // target.rows))
     counts = _compare(target, orders, labels, calls, lambda count: draw(target, count, rng), rng)
-    tiny: list[tuple[int, int]] = [(0, 0)] * len(orders)
+    tiny = [_Counts()] * len(orders)
     if not (target.positive or target.dtype == "float64" or any(order.tree.fused for order in orders)):
         tiny = _compare(
             target, orders, labels, -(-_TINY_VECTORS // target.rows), lambda count: draw_tiny(target, count, rng), rng
         )
     result = []
-    for order, (checked, differing), (seen, lost) in zip(orders, counts, tiny, strict=True):
-        subnormals = "not checked" if not seen else "not kept" if lost else "kept"
-        result.append(replace(order, checked=checked, differing=differing, subnormals=subnormals))
+    for order, usual, small in zip(orders, counts, tiny, strict=True):
+        subnormals = "not checked" if not small.checked else "not kept" if small.differing else "kept"
+        result.append(
+            replace(
+                order,
+                checked=usual.checked,
+                differing=usual.differing,
+                subnormals=subnormals,
+                unstable=usual.unstable,
+            )
+        )
     return result, calls * target.rows
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Of one order: outputs compared, those that differ, and those that differ between two calls on the same input."""
+
+    checked: int = 0
+    differing: int = 0
+    unstable: int = 0
+
+    def __add__(self, other: _Counts) -> _Counts:
+        return _Counts(self.checked + other.checked, self.differing + other.differing, self.unstable + other.unstable)
 
 
 def _compare(
@@ -61,9 +84,9 @@ def _compare(
     calls: int,
     vectors: Callable[[int], Array],
     rng: np.random.Generator,
-) -> list[tuple[int, int]]:
-    """(outputs compared, outputs that differ) of every order, over so many calls with random operands."""
-    counts = [(0, 0)] * len(orders)
+) -> list[_Counts]:
+    """What was counted of every order, over so many calls with random operands."""
+    counts = [_Counts()] * len(orders)
     waiting: list[_Seen] = []
     for call in range(calls):
         trial = target.trial(vectors)
@@ -71,9 +94,7 @@ def _compare(
         if sum(seen.rows.size for seen in waiting) < _OUTPUTS_A_BATCH and call < calls - 1:
             continue
         for label, order in enumerate(orders):
-            checked, differing = counts[label]
-            more, wrong = _differing(target, order, [seen.only(labels, label) for seen in waiting])
-            counts[label] = (checked + more, differing + wrong)
+            counts[label] += _differing(target, order, [seen.only(labels, label) for seen in waiting])
         waiting = []
     return counts
 
@@ -104,19 +125,25 @@ def _places(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> tuple[Ar
     return rows, columns
 
 
-def _differing(target: Target, order: Order, batch: list[_Seen]) -> tuple[int, int]:
-    """(outputs compared, outputs that differ) of one order."""
+def _differing(target: Target, order: Order, batch: list[_Seen]) -> _Counts:
+    """What was counted of one order over these calls."""
     operands = [target.operands_at(seen.trial, seen.rows, seen.columns) for seen in batch]
     a = np.concatenate([first for first, _ in operands])
     if not a.shape[0]:
-        return 0, 0
+        return _Counts()
     b = None if operands[0][1] is None else np.concatenate([second for _, second in operands if second is not None])
     sums = execute(order.tree, order.arithmetic, a, b)
-    place = wrong = 0
+    place = wrong = unstable = 0
     for seen in batch:
         own = sums[place : place + seen.rows.size]
         place += seen.rows.size
         with np.errstate(all="ignore"):
             expected = target.finish(own, seen.trial, seen.rows, seen.columns)
-        wrong += int((bits_of(expected) != bits_of(seen.outputs[seen.rows, seen.columns])).sum())
-    return place, wrong
+        given = bits_of(seen.outputs[seen.rows, seen.columns])
+        here = int((bits_of(expected) != given).sum())
+        if here:
+            # an order that depends on the data gives these bits again; one that depends on nothing known does not
+            again = target.outputs(seen.trial)[seen.rows, seen.columns]
+            unstable += int((bits_of(again) != given).sum())
+        wrong += here
+    return _Counts(place, wrong, unstable)

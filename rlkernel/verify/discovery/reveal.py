@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rlkernel.errors import ContractError
-from rlkernel.verify.discovery.arithmetic import unit_of
+from rlkernel.verify.discovery.arithmetic import Arithmetic, unit_of
 from rlkernel.verify.discovery.details import find_arithmetic
 from rlkernel.verify.discovery.formats import Float64, bits_of
 from rlkernel.verify.discovery.inputs import draw
@@ -23,6 +24,7 @@ from rlkernel.verify.discovery.tree import Tree, leaf_ranges
 MAX_INPUTS = 16384
 _SIGNATURES = 24
 _MOST_ORDERS = 16
+_REPLAYS = 3
 _REPEATS = 16
 
 
@@ -72,9 +74,8 @@ def reveal(target: Target, *, vectors: int = 1000, seed: int = 0) -> Revelation:
     for label in range(int(labels.max()) + 1):
         slots = _slots(labels == label)
         prober = Prober(target, slots)
-        _require_all_inputs(prober, initial)
-        tree = _tree(prober, initial, rng)
-        arithmetic = find_arithmetic(prober, tree, initial or None)
+        _require_all_inputs(prober, initial, rng)
+        tree, arithmetic = _order(prober, initial, rng)
         orders.append(Order(_where(labels == label), int((labels == label).sum()), tree, arithmetic))
         probers.append(prober)
     orders, used = check(target, orders, labels, vectors, rng)
@@ -194,7 +195,7 @@ def _where(mask: npt.NDArray[np.bool_]) -> str:
     return ", ".join(parts)
 
 
-def _require_all_inputs(prober: Prober, initial: float) -> None:
+def _require_all_inputs(prober: Prober, initial: float, rng: np.random.Generator) -> None:
     """Every input must reach the output once, and unscaled."""
     target = prober.target
     if target.positive:
@@ -203,9 +204,18 @@ def _require_all_inputs(prober: Prober, initial: float) -> None:
     left = prober.sums_of([{leaf: value} for leaf in range(target.n)])
     missing = np.flatnonzero(np.abs(left) <= 4 * abs(initial)) if initial else np.flatnonzero(left == 0)
     if missing.size:
+        names = leaf_ranges(missing.tolist())
+        if _reach(prober, missing, rng):
+            leaf = int(missing[0])
+            raise NotASummation(
+                f"{target.name} is no plain sum: {value:g} at input {leaf} and 0 elsewhere gives {float(left[leaf])!r} "
+                f"({missing.size} of {target.n} inputs), though the output depends on inputs {names} where the others "
+                "are not 0"
+            )
+        if missing.size == target.n:
+            raise NotASummation(f"{target.name}: the output depends on none of its {target.n} inputs")
         raise NotASummation(
-            f"{target.name}: inputs {leaf_ranges(missing.tolist())} do not reach the output; reveal the order of the "
-            "others alone"
+            f"{target.name}: inputs {names} do not reach the output; reveal the order of the others alone"
         )
     scaled = np.flatnonzero(np.abs(left - value) > 4 * abs(initial) + target.noise)
     if scaled.size:
@@ -214,6 +224,46 @@ def _require_all_inputs(prober: Prober, initial: float) -> None:
             f"{target.name} is no plain sum: {value:g} at input {leaf} and 0 elsewhere gives {float(left[leaf])!r} "
             f"({scaled.size} of {target.n} inputs)"
         )
+
+
+def _reach(prober: Prober, leaves: npt.NDArray[np.int64], rng: np.random.Generator) -> bool:
+    """Whether other values at these inputs change a bit of an output, while none of the inputs is 0."""
+    target, (rows, column) = prober.target, (list(prober.slots.rows), prober.slots.column)
+    for _ in range(8):
+        trial = target.trial(lambda count: draw(target, count, rng))
+        other = trial.a.copy()
+        other[:, leaves] = draw(target, target.rows, rng)[:, leaves]
+        before, after = (
+            bits_of(target.outputs(replace(trial, a=operands))[rows, column]) for operands in (trial.a, other)
+        )
+        if not np.array_equal(before, after):
+            return True
+    return False
+
+
+def _order(prober: Prober, initial: float, rng: np.random.Generator) -> tuple[Tree, Arithmetic]:
+    """The tree and its arithmetic. Raises NotASummation, which says where the answers contradict each other."""
+    before = deepcopy(rng)
+
+    def probe(rng: np.random.Generator) -> tuple[Tree, Arithmetic]:
+        tree = _tree(prober, initial, rng)
+        return tree, find_arithmetic(prober, tree, initial or None)
+
+    try:
+        return probe(rng)
+    except NotASummation as error:
+        # the same probes once more: a single call that came out otherwise contradicts every tree
+        for _ in range(_REPLAYS):
+            try:
+                probe(deepcopy(before))
+            except NotASummation as other:
+                if str(other) == str(error):
+                    continue
+            raise NotASummation(
+                f"{prober.target.name} is not deterministic: the same probes were answered otherwise a second time; it "
+                "has no fixed order"
+            ) from error
+        raise
 
 
 def _tree(prober: Prober, initial: float, rng: np.random.Generator) -> Tree:
@@ -253,9 +303,15 @@ def _with_unit(target: Target, order: Order) -> Order:
 def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generator) -> str:
     """Why a tree does not reproduce the bits: looks for an order that depends on the data."""
     target = prober.target
+    if order.unstable:
+        return (
+            f"{target.name} is not deterministic: {order.unstable:,} outputs had other bits when it was called "
+            "again on the same input; it has no fixed order"
+        )
+    undetermined = f"{target.name} is not deterministic: calls on the same input differ; it has no fixed order"
     trial = target.trial(lambda count: draw(target, count, rng))
     if len({bits_of(target.outputs(trial)).tobytes() for _ in range(_REPEATS)}) > 1:
-        return f"{target.name} is not deterministic: calls on the same input differ; it has no fixed order"
+        return undetermined
     share = f"{order.differing:,} of {order.checked:,} outputs have other bits than the revealed tree gives"
     if order.tree.fused:
         return (
@@ -263,7 +319,7 @@ def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generat
             "that is modelled here (or its order depends on the data)"
         )
     if not target.positive and not initial and target.n > 1:
-        pairs = [tuple(int(k) for k in rng.choice(target.n, 2, replace=False)) for _ in range(64)]
+        pairs = [(int(i), int(j)) for i, j in (rng.choice(target.n, 2, replace=False) for _ in range(64))]
         sizes = [order.tree.sizes[order.tree.meeting(i, j)] for i, j in pairs]
         countable = min(128, target.input_format.countable)
         variants: list[tuple[str, Callable[[], Masks]]] = [
@@ -271,13 +327,20 @@ def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generat
             ("size of its inputs", lambda: Masks(prober, countable, scale=2.0**-4)),
         ]
         for what, make in variants:
-            try:
-                found = make()([(i, j) for i, j in pairs])
-            except NotASummation:
-                found = []
+            found, again = _sizes(make(), pairs), _sizes(make(), pairs)
+            if found != again:
+                return undetermined
             if found != sizes:
                 return f"{target.name}: {share}; its order depends on the {what}"
     return (
         f"{target.name} is not reproduced by a summation tree: {share}. Its partial sums are not plain roundings to "
         f"{order.arithmetic.accumulator} (compensated or wider somewhere, or an order that depends on the data)"
     )
+
+
+def _sizes(masks: Masks, pairs: list[tuple[int, int]]) -> list[int]:
+    """Sizes of the partial sums in which pairs meet; empty where the answers are those of no sum."""
+    try:
+        return masks(pairs)
+    except NotASummation:
+        return []
