@@ -59,6 +59,11 @@ _IMPORT_GEMM = "from rlkernel.kernels.cpu.primitives import round_bf16"
 _FMA_LANES = "lanes[j] = fma(a_part[j], b_part[j], lanes[j])"
 _BODY = "b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)))"
 _FOLLOWING = "following = builder.call(fma, [broadcast, b_vectors[v], sums[r, v]])"
+_WIDE = "ir.VectorType(ir.DoubleType(), LANES)"
+_THROUGH_FLOAT64 = (
+    f"builder.fptrunc(builder.fadd(builder.fmul(builder.fpext(broadcast, {_WIDE}), "
+    f"builder.fpext(b_vectors[v], {_WIDE})), builder.fpext(sums[r, v], {_WIDE})), vector)"
+)
 _ELEMENT = "element = builder.load(at(a_rows[r], a_offset))"
 _LAST = "builder.sub(builder.sub(depth, constant(1)), k)"
 _HEAD_FORWARD = "            z = gemm.matmul(x[first:last], host.weights.rows(region), host.workers)\n            parts.append(logprob"
@@ -75,6 +80,10 @@ GEMM = (
        "microkernel.py", _ELEMENT, f"element = builder.load(at(a_rows[r], builder.mul({_LAST}, a_k)))"),
     _m("gemm: product and sum rounded apart", PRIMITIVES, "down_proj", FORWARD,
        "microkernel.py", _FOLLOWING, "following = builder.fadd(builder.fmul(broadcast, b_vectors[v]), sums[r, v])"),
+    _m("gemm: fused multiply-add through float64", PRIMITIVES, "qkv_proj", FORWARD,
+       "microkernel.py", _FOLLOWING, f"following = {_THROUGH_FLOAT64}"),
+    _m("wgrad: fused multiply-add through float64", PRIMITIVES, "o_proj", BACKWARD,
+       "microkernel.py", _FOLLOWING, f"following = {_THROUGH_FLOAT64}"),
     _m("gemm: leaves ignored", SPLIT, "down_proj", FORWARD,
        "gemm.py", "    blocks = -(-rows // MAX_ROWS)\n", "    blocks = -(-rows // MAX_ROWS)\n    leaves = 1\n", tp=2),
     _m("gemm: twice the leaves", SPLIT, "o_proj", FORWARD,
@@ -129,6 +138,8 @@ NORM = (
     _m("norm: 64 lanes", SPLIT, "rms_norm", FORWARD, "reductions.py", "LANES = 256", "LANES = 64"),
     _m("norm: product and sum rounded apart", PRIMITIVES, "rms_norm", FORWARD,
        "reductions.py", _FMA_LANES, "lanes[j] = a_part[j] * b_part[j] + lanes[j]"),
+    _m("norm: fused multiply-add through float64", PRIMITIVES, "rms_norm", FORWARD,
+       "reductions.py", _FMA_LANES, "lanes[j] = f32(np.float64(a_part[j]) * np.float64(b_part[j]) + np.float64(lanes[j]))"),
     _m("norm: product with 1/H", PRIMITIVES, "rms_norm", FORWARD,
        "norm.py", "mean = lane_dot(row, row, lanes, other) / f32(columns)", "mean = lane_dot(row, row, lanes, other) * (f32(1.0) / f32(columns))"),
     _m("norm: epsilon after the root", PRIMITIVES, "rms_norm", FORWARD,

@@ -35,8 +35,15 @@ class Difference:
     differing: int
     compared: int
 
+    @property
+    def misshapen(self) -> bool:
+        """Whether the output is absent, or has another shape or dtype."""
+        return not self.expected.startswith("0x")
+
     def sentence(self) -> str:
         """Where, and both patterns."""
+        if self.misshapen:
+            return f"{self.output} is {self.found}; the contract gives {self.expected}"
         place = ", ".join(str(i) for i in self.index)
         return (
             f"{self.output}[{place}] is {self.found} ({self.found_value}) where the contract gives "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlkernel.verify.admission.certificate import BACKWARD
 from rlkernel.verify.admission.variants import Variation
-from rlkernel.verify.admission.variations import GENERIC
+from rlkernel.verify.admission.variations import ELEMENTWISE, GENERIC
 from rlkernel.verify.admission.variations_attention import (
     ADAMW,
     ATTENTION,
@@ -28,8 +28,10 @@ from rlkernel.verify.admission.variations_regions import (
 _FORWARD: dict[str, tuple[Variation, ...]] = {
     **dict.fromkeys(("rms_norm", "final_norm", "qk_norm"), NORM),
     **dict.fromkeys(("o_proj", "gate_up_proj", "down_proj", "qkv_proj"), LINEAR),
-    "rope": ROPE,
-    "swiglu": SWIGLU,
+    "embedding": ELEMENTWISE,
+    "residual_add": ELEMENTWISE,
+    "rope": ROPE + ELEMENTWISE,
+    "swiglu": SWIGLU + ELEMENTWISE,
     "attention": ATTENTION,
     "logprob": HEAD,
     "adamw": ADAMW,
@@ -39,8 +41,8 @@ _FORWARD: dict[str, tuple[Variation, ...]] = {
 _BACKWARD: dict[str, tuple[Variation, ...]] = {
     **dict.fromkeys(("rms_norm", "final_norm", "qk_norm"), NORM_BACKWARD + NORM),
     **dict.fromkeys(("o_proj", "gate_up_proj", "down_proj", "qkv_proj"), LINEAR_BACKWARD),
-    "rope": ROPE,
-    "swiglu": SWIGLU_BACKWARD + SWIGLU,
+    "rope": ROPE + ELEMENTWISE,
+    "swiglu": SWIGLU_BACKWARD + SWIGLU + ELEMENTWISE,
     "attention": ATTENTION_BACKWARD,
     "logprob": HEAD_BACKWARD + HEAD,
     "embedding": EMBEDDING_BACKWARD,

@@ -164,6 +164,11 @@ class Comparison:
             {"case": case, "problem": place, "failure": said},
         )
 
+    def _misshapen(self, problem: Any, case: str, difference: Difference) -> AdmissionRefused:
+        place = f"{problem.shape_class}, {problem.name}"
+        said = difference.sentence()
+        return self._refusal(f"{case}: {said} ({place})", {"case": case, "problem": place, "failure": said})
+
     def _compare_alone(self, problem: Problem, want: Results, cases: tuple[str, ...]) -> None:
         """Rows without their neighbours have the bits that they have among them."""
         for row in problem.alone:
@@ -204,6 +209,8 @@ class Comparison:
 
     def _refuse(self, reference: Any, problem: Any, case: str, difference: Difference, problems: list[Any]) -> None:
         """Look at the other problems too, explain, and refuse."""
+        if difference.misshapen:
+            raise self._misshapen(problem, case, difference)
         seen = list(self._seen)
         for other in problems[problems.index(problem) + 1 :]:
             if getattr(other, "bulk", False):
@@ -242,6 +249,8 @@ class Comparison:
     def _refuse_with(
         self, problem: Any, case: str, difference: Difference, explanation: Explanation, circumstance: str
     ) -> None:
+        if difference.misshapen:
+            raise self._misshapen(problem, case, difference)
         hazard = problem.hazard(difference.index)
         place = f"{problem.shape_class}, {problem.name}" + (f", {circumstance}" if circumstance else "")
         kind = f"point {explanation.point}" if explanation.point else "no point found"

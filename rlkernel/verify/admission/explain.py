@@ -171,11 +171,15 @@ def _nearest(trials: list[_Trial], chosen: list[Evidence]) -> Explanation:
     close = [t for t in trials if (t.tried == 1 and t.left < whole) or t.tried > 1]
     best = min(close, key=lambda t: (-t.tried, t.left)) if close else None
     if best is not None and (best.tried > 1 or best.left <= whole // 2):
-        share = "every" if best.tried > 1 else f"{whole - best.left} of {whole}"
+        explains = (
+            f"gives them on {best.tried - 1} of {len(chosen)} problems that were tried"
+            if best.tried > 1
+            else f"explains {whole - best.left} of {whole} of the differing outputs of the smallest failing problem"
+        )
         return Explanation(
             best.variation.point,
-            f"no single change gives exactly these bits; the nearest is {best.variation.what}, which explains "
-            f"{share} of the differing outputs of the smallest failing problem",
+            "no single change gives exactly these bits everywhere; the nearest is "
+            f"{best.variation.what}, which {explains}",
             False,
         )
     return Explanation(None, "no single change of the six points that is known here gives these bits", False)

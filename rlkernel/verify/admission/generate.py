@@ -5,16 +5,24 @@ Row classes of values are stacked into one problem, because rows are independent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from rlkernel.contract.build import Contract
+from rlkernel.contract.constants import LOG2E
+from rlkernel.reference.arith import add, div, mul
+from rlkernel.reference.lookup import primitive
+from rlkernel.verify.admission import double_rounding
+from rlkernel.verify.admission.execute import tables
 from rlkernel.verify.admission.generate_attention import attention_problems
 from rlkernel.verify.admission.generate_linear import linear_problems
 from rlkernel.verify.admission.plan import Plan, bulk, edges, specials, with_gradients
 from rlkernel.verify.admission.problem import (
+    Array,
     HeadInputs,
     Problem,
     find_region,
@@ -70,7 +78,46 @@ def _norm(plan: Plan) -> list[Problem]:
         if plan.backward:
             problem = with_gradients(plan, problem, [x.shape[1:] for x in inputs])
         problems.append(problem)
-    return [*problems, specials(plan, problems[0]), *edges(problems[0]), bulk(plan, problems[0])]
+    found = [*problems, specials(plan, problems[0]), *edges(problems[0]), bulk(plan, problems[0])]
+    if not plan.bf16 and (ties := _norm_ties(plan, problems[0], lanes)) is not None:
+        found.insert(len(problems), ties)
+    return found
+
+
+def _norm_ties(plan: Plan, like: Problem, lanes: int) -> Problem | None:
+    """Fused multiply-adds beside ties, and normal rows; None where a lane has one element (its product is exact)."""
+    rng = plan.rng("double rounding")
+    hits, normal = 24, 8
+    config, region = like.config, like.region
+    inputs: list[Array] = []
+    grads: list[Array] = []
+    start: dict[str, Array] = {}
+    if not plan.backward:
+        if plan.kind == "qk_norm" or lanes != 256:
+            return None
+        config = probe_config(plan.contract, hidden_size=2 * lanes)
+        region = find_region(config, plan.kind)
+        rows = double_rounding.norm_rows(rng, hits, 2 * lanes, lanes)
+        inputs = [np.concatenate([rows, make("normal", rng, (normal, 2 * lanes), False)])]
+        weight = make("normal", rng, (2 * lanes,), False)
+    else:
+        width = like.inputs[0].shape[-1]
+        if width % 4 or not 8 <= width <= 256:
+            return None
+        weight = np.ones(width, np.float32)
+        for x, name in zip(like.inputs, region.weights, strict=True):
+            shape = x.shape[1:]
+            each = math.prod(shape[:-1])
+            rows, dy, start[name] = double_rounding.norm_gradient_rows(rng, hits * each, width)
+            others = [make("normal", rng, (normal, *shape), False) for _ in range(2)]
+            inputs.append(np.concatenate([rows.reshape(hits, *shape), others[0]]))
+            grads.append(np.concatenate([dy.reshape(hits, *shape), others[1]]))
+    labels = (double_rounding.HAZARD,) * hits + ("normal",) * normal
+    return Problem(
+        "few rows", f"{hits + normal} rows x {len(weight)}, ties", labels, region, config, flat_batch(hits + normal),
+        tuple(inputs), weights_of(config, plan.contract.dtype, dict.fromkeys(region.weights, weight)),
+        grads=tuple(grads), start=start, alone=(0,),
+    )  # fmt: skip
 
 
 def _pairwise(plan: Plan) -> list[Problem]:
@@ -94,7 +141,37 @@ def _pairwise(plan: Plan) -> list[Problem]:
             grad, _ = hazard_rows(HAZARDS, rows_each, (width,), plan.rng("gradient", width), plan.bf16)
             problem = replace(problem, grads=(np.ascontiguousarray(np.roll(grad, 2, axis=0)),))
         problems.append(problem)
+    if plan.kind == "swiglu" and plan.bf16 and not plan.backward:
+        problems.append(_swiglu_borders(plan, problems[0]))
     return [*problems, *edges(problems[0]), bulk(plan, problems[0])]
+
+
+def _swiglu_borders(plan: Plan, like: Problem) -> Problem:
+    """Every pair of a gate and a significand of up whose float32 result lies within a unit of a border of bfloat16.
+
+    There a float32 that is off by a unit gives another bfloat16. Of normal values one in 2^15 lies there.
+    """
+    upper = np.arange(0x3980, 0x4180, dtype=np.uint32)  # 2^-12 to 16
+    gates = np.concatenate([upper, upper | 0x8000])
+    gates = (gates << 16).view(np.float32)
+    ups = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16).view(np.float32)  # 1 to 2
+    gate = torch.from_numpy(gates)
+    exp2 = primitive(plan.contract.entries[("trainer_forward", "swiglu")].primitive("exp2"))
+    sigmoid = div(torch.ones_like(gate), add(1.0, exp2(mul(-gate, LOG2E))))
+    result = mul(mul(gate, sigmoid)[:, None], torch.from_numpy(ups)[None]).numpy()
+    off = (result.view(np.uint32) & 0xFFFF).astype(np.int64) - 0x8000
+    at_gate, at_up = np.nonzero(np.abs(off) <= 1)
+    width = like.inputs[0].shape[1]
+    rows = -(-len(at_gate) // width)
+    rng = plan.rng("borders of bfloat16")
+    first, second = (make("normal", rng, (rows * width,), True) for _ in range(2))
+    scale = rng.choice([-1.0, 1.0], len(at_gate)) * 2.0 ** rng.integers(-3, 4, len(at_gate))
+    first[: len(at_gate)], second[: len(at_gate)] = gates[at_gate], (ups[at_up] * scale).astype(np.float32)
+    inputs = (first.reshape(rows, width), second.reshape(rows, width))
+    return replace(
+        like, shape_class="few rows", name=f"{rows} rows x {width}", hazards=("borders of bfloat16",), inputs=inputs,
+        batch=flat_batch(rows), alone=(), views=False,
+    )  # fmt: skip
 
 
 def _rope(plan: Plan) -> list[Problem]:
@@ -114,7 +191,24 @@ def _rope(plan: Plan) -> list[Problem]:
             alone=(0, 1, rows - 1), views=heads == 4,
         )  # fmt: skip
         problems.append(replace(problem, grads=(q[::-1].copy(), k)) if plan.backward else problem)
-    return [*problems, *edges(problems[0]), bulk(plan, problems[0])]
+    ties = [] if plan.bf16 else [_rope_ties(plan, problems[0])]
+    return [*problems, *ties, *edges(problems[0]), bulk(plan, problems[0])]
+
+
+def _rope_ties(plan: Plan, like: Problem) -> Problem:
+    """Rotations whose fused multiply-add adds a tail to a tie, and normal rows."""
+    rng, rows = plan.rng("double rounding"), len(like.batch.tokens)
+    hits = rows - 6
+    rope = tables(like.config)
+    cos, sin = (x[like.batch.positions[:hits]] for x in (rope.cos, rope.sin))
+    made = []
+    for x in like.inputs:
+        values = make("normal", rng, x.shape, False)
+        values[:hits] = double_rounding.rotated_rows(rng, x.shape[1], cos, -sin if plan.backward else sin)
+        made.append(values)
+    labels = (double_rounding.HAZARD,) * hits + ("normal",) * (rows - hits)
+    problem = replace(like, name=f"{like.name}, ties", hazards=labels, alone=(2,), views=False)
+    return replace(problem, grads=tuple(made)) if plan.backward else replace(problem, inputs=tuple(made))
 
 
 def _embedding(plan: Plan) -> list[Problem]:
@@ -127,9 +221,13 @@ def _embedding(plan: Plan) -> list[Problem]:
         table[: len(special)] = special[:vocabulary]
         ids = plan.rng("ids", vocabulary).integers(0, vocabulary, rows)
         ids[: rows // 3] = ids[0]  # repeated ids: their gradients add in token order
+        labels: tuple[str, ...] = ("normal",)
+        if vocabulary == 130 and not plan.backward:
+            ids[-len(special) :] = np.arange(len(special))
+            labels = ("normal",) * (rows - len(special)) + HAZARDS
         weights = weights_of(config, plan.contract.dtype, {region.weights[0]: table})
         problem = Problem(
-            "many rows" if rows > 20 else "few rows", f"{rows} ids of {vocabulary} x {width}", ("normal",), region,
+            "many rows" if rows > 20 else "few rows", f"{rows} ids of {vocabulary} x {width}", labels, region,
             config, flat_batch(rows, ids), (ids,), weights, alone=(0, rows - 1),
         )  # fmt: skip
         if plan.backward:
@@ -148,12 +246,18 @@ def _head_problem(
     config = probe_config(plan.contract, vocab_size=vocabulary, hidden_size=hidden)
     region = find_region(config, "logprob")
     rng = plan.rng("head", shape_class, hidden, vocabulary, hazards)
-    if hazards:
+    labels = hazards or ("normal",)
+    if hazards == (double_rounding.HAZARD,):
+        x, weight = np.zeros((rows, hidden), np.float32), np.zeros((vocabulary, hidden), np.float32)
+        weight[:, 0::2], weight[:, 1::2] = double_rounding.pairs(rng, (vocabulary, hidden // 2), 1)
+        for row in range(rows):
+            place = 2 * (row % (hidden // 2))
+            x[row, place], x[row, place + 1] = double_rounding.pairs(rng, (), 1)
+    elif hazards:
         x = np.eye(len(hazards), hidden, dtype=np.float32)
         weight = np.ascontiguousarray(hazard_rows(hazards, 1, (vocabulary,), rng, plan.bf16)[0].T)
-        labels = hazards
     else:
-        x, weight, labels = make("normal", rng, (rows, hidden), plan.bf16), plan.normal(vocabulary, hidden), ("normal",)
+        x, weight = make("normal", rng, (rows, hidden), plan.bf16), plan.normal(vocabulary, hidden)
     rows = len(x)
     targets = rng.integers(0, vocabulary, rows)
     targets[-1] = vocabulary - 1
@@ -182,6 +286,8 @@ def _head(plan: Plan) -> list[Problem]:
         _head_problem(plan, "one row", 16, 1000, 1),
         _head_problem(plan, "one column", 4, 1, 2),
     ]
+    if not plan.bf16:
+        problems.append(_head_problem(plan, "few rows", 12, 140, 96, (double_rounding.HAZARD,)))
     problems += [_head_problem(plan, "one row", 1, 300, 0, (hazard,)) for hazard in SPECIAL_HAZARDS]
     if plan.backward and plan.bf16:
         problems.append(replace(_head_problem(plan, "many rows", 8, 4000, 256), bulk=True))

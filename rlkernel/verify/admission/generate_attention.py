@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlkernel.contract.build import Contract
+from rlkernel.verify.admission import double_rounding
 from rlkernel.verify.admission.problem import (
     Array,
     Pages,
@@ -58,6 +59,25 @@ def _cancelling(problem: Problem) -> Problem:
     pairs = len(k) // 2 * 2
     k[1:pairs:2], v[1:pairs:2] = k[0:pairs:2], -v[0:pairs:2]
     return replace(problem, hazards=("exact cancellation",), inputs=(q, k, v))
+
+
+def _double_rounding(problem: Problem, seed: int) -> Problem:
+    """Scores (in a backward also products of values with gradients) whose chains meet a tail and then a tie."""
+    rng = generator(seed, "attention", "double rounding", problem.name)
+
+    def paired(x: Array) -> Array:
+        y = np.zeros_like(x)
+        y[..., 0], y[..., 1] = double_rounding.pairs(rng, x.shape[:-1], 1)
+        return y
+
+    q, k, v = problem.inputs
+    grads = tuple(paired(g) for g in problem.grads)
+    return replace(
+        problem,
+        hazards=(double_rounding.HAZARD,),
+        inputs=(paired(q), paired(k), paired(v) if grads else v),
+        grads=grads,
+    )
 
 
 def _split_borders(contract: Contract, split: int, seed: int) -> Problem:
@@ -117,8 +137,14 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
     """Problems of attention in a case: with pages for an engine's cases, whole sequences for a trainer's."""
     entry = contract.entries[("trainer_forward", "attention")]
     block, split = int(entry.constant("key_block")), entry.split.leaf_size
+    exact = contract.dtype == "bfloat16"  # chains over bfloat16 values cannot show a double rounding
     if case == "trainer_backward":
         return [
+            *(
+                ()
+                if exact
+                else (_double_rounding(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, True), seed),)
+            ),
             _whole(contract, "few rows", [5, 1, 2], FINITE_HAZARDS, 1, seed, True, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal",), 2, seed, True),
             _cancelling(_whole(contract, "few rows", [24], ("normal",), 2, seed + 1, True)),
@@ -128,6 +154,11 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         ]
     if case.startswith("trainer"):
         return [
+            *(
+                ()
+                if exact
+                else (_double_rounding(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, False), seed),)
+            ),
             _whole(contract, "few rows", [7, 1, 2], FINITE_HAZARDS + SPECIAL_HAZARDS, 1, seed, False, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
             _cancelling(_whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
@@ -137,6 +168,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         ]
     decode = [0, 1, block - 1, block, 2 * block + 1, split - 1, split, split + block + 3]
     return [
+        *(() if exact else (_double_rounding(_paged(contract, "few rows", [0], [20], 8, 2, seed + 2), seed),)),
         _paged(contract, "stale NaN in unused pages", [0, 5, 9], [1, 1, 2], 8, 2, seed, FINITE_HAZARDS, alone=(0, 2)),
         _paged(contract, "one row each", decode, [1] * len(decode), 16, 2, seed, alone=(3, 7)),
         _paged(contract, "chunks", [0, block - 3, split - 5], [20, 10, 9], 2 * block, 1, seed),

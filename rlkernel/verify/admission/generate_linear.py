@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from rlkernel.kernels.cpu.convert import as_float32
+from rlkernel.verify.admission import double_rounding
 from rlkernel.verify.admission.plan import Plan, edges, with_gradients
 from rlkernel.verify.admission.problem import (
     Array,
@@ -102,6 +105,49 @@ def _cancelling(plan: Plan) -> Problem:
     )  # fmt: skip
 
 
+def _double_rounding(plan: Plan) -> Problem:
+    """Rows with two neighbouring elements, of which a chain gets a tail and then a tie; and normal rows.
+
+    In a backward these neighbours are features, of one weight a row; the row's step of the weight gradient's chain
+    starts from a tail and adds a tie.
+    """
+    tp = plan.contract.topology.tp
+    problem = _linear_problem(plan, "few rows", 24, 8 * tp, 16 * tp)
+    names = [name for name in problem.region.weights if name.endswith(".weight")]
+    sizes = problem.config.weight_shapes()
+    rng = plan.rng("double rounding")
+    given = {name: np.zeros(sizes[name], np.float32) for name in problem.region.weights}
+    x = matrix(problem.inputs[0]).copy()
+    rows, width = 16, x.shape[1]
+    labels = (double_rounding.HAZARD,) * rows + ("normal",) * (len(x) - rows)
+    grads = tuple(g.copy() for g in problem.grads)
+    start = {name: value.copy() for name, value in problem.start.items()}
+    if not plan.backward:
+        for name in names:
+            given[name][:, 0::2], given[name][:, 1::2] = double_rounding.pairs(rng, (sizes[name][0], width // 2))
+        x[:rows] = 0.0
+        for row in range(rows):
+            place = 2 * (row * (width // 2) // rows)
+            x[row, place], x[row, place + 1] = double_rounding.pairs(rng, ())
+    else:
+        for g in grads:
+            g[:rows] = 0.0
+        for name in names:
+            given[name][0::2], given[name][1::2] = double_rounding.pairs(rng, (sizes[name][0] // 2, width))
+        for row in range(rows):
+            number = row % len(names)
+            half = sizes[names[number]][0] // 2
+            place = 2 * ((row // len(names)) * half // -(-rows // len(names))) % (2 * half)
+            tails, x[row] = double_rounding.pairs(rng, (width,))
+            tail, factor = double_rounding.pairs(rng, ())
+            matrix(grads[number])[row, place], matrix(grads[number])[row, place + 1] = tail, factor
+            start[names[number]][place + 1] = tail * tails
+    return replace(
+        problem, hazards=labels, tensors=weights_of(problem.config, plan.contract.dtype, given),
+        inputs=(x.reshape(problem.inputs[0].shape),), grads=grads, start=start, alone=(0, 20), views=False,
+    )  # fmt: skip
+
+
 _LONG = ((4099, 96, 1030), (515, 1031, 1024), (2050, 300, 2051), (33, 4099, 4096), (1, 2048, 50000))
 """(rows, depth, features) of problems with millions of outputs: many tiles in every direction, and ragged edges."""
 
@@ -128,6 +174,8 @@ def linear_problems(plan: Plan) -> list[Problem]:
         _linear_problem(plan, "a leaf of one element", 2, tp, 66),
         _linear_problem(plan, "one row", 1, 70, 130),
     ]
+    if not plan.bf16:
+        problems.append(_double_rounding(plan))
     if plan.backward:
         problems.append(_linear_problem(plan, "many rows", 530, 20, 24))
         problems.append(_linear_problem(plan, "few rows", 0, 20, 24, SPECIAL_HAZARDS, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from rlkernel.kernels.cpu.optimizer import AdamWScalars
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.reference import loss as reference_loss
 from rlkernel.reference import optimizer as reference
+from rlkernel.verify.admission import double_rounding
 from rlkernel.verify.admission.bits import Results
 from rlkernel.verify.admission.values import FINITE_HAZARDS, HAZARDS, generator, hazard_rows, make
 
@@ -117,6 +118,10 @@ def _norm_problems(seed: int) -> list[StepProblem]:
             label = ", ".join(f"{name}{list(shape)}" for name, shape in sizes.items())
             arguments = {"gradients": gradients, "max_norm": 1e9 if draw == 1 else 1.0}
             problems.append(StepProblem(shape_class, label, ("normal",), arguments))
+    for draw in range(8):
+        rows = double_rounding.norm_rows(generator(seed, "gradient_norm", "ties", draw), 1, 600, 256)
+        arguments = {"gradients": {"w": rows[0]}, "max_norm": 1.0}
+        problems.append(StepProblem("few rows", f"600, draw {draw}", (double_rounding.HAZARD,), arguments))
     for hazard in HAZARDS:
         gradients = {"w": make(hazard, rng, (1100,), False), "b": make("normal", rng, (3,), False)}
         problems.append(StepProblem("few rows", "1,100 and 3", (hazard,), {"gradients": gradients, "max_norm": 1.0}))
@@ -134,6 +139,27 @@ def _scalars(rng: np.random.Generator, step: int, clip: float) -> AdamWScalars:
     return AdamWScalars(**{name: np.float32(value) for name, value in values.items()})
 
 
+def _adamw_ties(rng: np.random.Generator, scalars: AdamWScalars) -> StepProblem:
+    """Row 0: new m beside ties; row 1: new v; row 2: normal."""
+    scalars, count, width = replace(scalars, clip=np.float32(1.0)), 256, 48
+    master, m, v, gradient = (make("normal", rng, (3, width), False) for _ in range(4))
+    v = np.abs(v)
+    for row, (beta, rest, old) in enumerate(
+        ((scalars.beta1, scalars.one_minus_beta1, m), (scalars.beta2, scalars.one_minus_beta2, v))
+    ):
+        values, missing = double_rounding.near_ties(rng, beta, count)
+        wanted = missing / float(rest)
+        g = (wanted if row == 0 else np.sqrt(wanted)).astype(np.float32)
+        g *= np.float32(1.0) + rng.integers(-2, 3, len(g)).astype(np.float32) * np.float32(2.0**-23)
+        hit = double_rounding.beside(beta, values, missing, rest * (g if row == 0 else g * g))
+        found = np.flatnonzero(hit)[:width]
+        sign = np.where(np.arange(len(found)) % 2 == 0, np.float32(1.0), np.float32(-1.0 if row == 0 else 1.0))
+        old[row, : len(found)], gradient[row, : len(found)] = values[found] * sign, g[found] * sign
+    arguments = {"master": master, "m": m, "v": v, "gradient": gradient, "scalars": scalars}
+    labels = (double_rounding.HAZARD, double_rounding.HAZARD, "normal")
+    return StepProblem("many rows", f"3 x {width}, beside ties", labels, arguments)
+
+
 def _adamw_problems(seed: int) -> list[StepProblem]:
     rng = generator(seed, "adamw")
     problems = []
@@ -147,6 +173,7 @@ def _adamw_problems(seed: int) -> list[StepProblem]:
             "scalars": _scalars(rng, step, clip),
         }  # fmt: skip
         problems.append(StepProblem("many rows", f"{master.shape[0]} x {width}, update {step}", labels, arguments))
+    problems.append(_adamw_ties(generator(seed, "adamw", "ties"), problems[0].arguments["scalars"]))
     empty = {**problems[0].arguments, **{n: np.zeros((0,), np.float32) for n in ("master", "m", "v", "gradient")}}
     return [*problems, StepProblem("zero rows", "0", ("normal",), empty)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,10 @@ class UserOp:
                 f"it returned {getattr(value, 'dtype', type(value).__name__)}; "
                 "float32 values (or bfloat16 tensors) are needed"
             )
+        if shape is not None and value.size != math.prod(shape):
+            raise ContractError(
+                f"it returned shape {list(value.shape)}, the contract gives {[math.prod(shape[:-1]), shape[-1]]}"
+            )
         return np.ascontiguousarray(value if shape is None else value.reshape(shape))
 
     def _weight(self, host: Host, name: str) -> Any:
@@ -228,7 +233,8 @@ class UserOp:
         outputs = []
         for i, name in enumerate(names):
             extra = [self._weight(host, biases[i])] if biases else []
-            y = self._take(self._call(self._give(rows), self._weight(host, name), *extra))
+            weight = self._weight(host, name)
+            y = self._take(self._call(self._give(rows), weight, *extra), (len(rows), weight.shape[0]))
             depth = host.config.head_dim
             outputs.append(y.reshape(len(y), y.shape[1] // depth, depth) if region.kind == "qkv_proj" else y)
         return outputs

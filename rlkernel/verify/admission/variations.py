@@ -12,11 +12,12 @@ from rlkernel.contract.points import Merge, RoundingSite, SixPoints
 from rlkernel.contract.profiles import EXP2, EXP2_P3
 from rlkernel.reference.arith import add, cast_bf16, mul, sub
 from rlkernel.reference.primitives import exp2_full, exp2_p3, log2_full
-from rlkernel.verify.admission.variants import Chain, Edit, Function, Variation
+from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
 
 Tensor = torch.Tensor
 ChainFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 _HALF_ULP_BF16 = 0x8000
+_LEAST_NORMAL = 2.0**-126
 
 
 def descending(chain: ChainFunction) -> ChainFunction:
@@ -68,6 +69,23 @@ def unfused(chain: ChainFunction) -> ChainFunction:
         total = start
         for k in range(a.shape[-1]):
             total = total + a[..., k].float() * b[..., k].float()
+        return total
+
+    return steps
+
+
+def fma_through_float64(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A product (exact) and a sum in float64, rounded to float32 afterwards: the sum is rounded twice."""
+    return (a.double() * b.double() + c.double()).to(torch.float32)
+
+
+def through_float64(chain: ChainFunction) -> ChainFunction:
+    """Every step of the chain rounded to float64, then to float32."""
+
+    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        total = start
+        for k in range(a.shape[-1]):
+            total = fma_through_float64(a[..., k], b[..., k], total)
         return total
 
     return steps
@@ -193,7 +211,7 @@ def twice(cast: Any) -> Callable[..., Tensor]:
     return both
 
 
-def _named(**functions: Callable[[Tensor], Tensor]) -> Edit:
+def _named(**functions: Callable[..., Tensor]) -> Edit:
     """Primitives that are looked up by name, replaced."""
     by_name = {name.replace("_", "."): function for name, function in functions.items()}
     return Function(
@@ -201,6 +219,25 @@ def _named(**functions: Callable[[Tensor], Tensor]) -> Edit:
         lambda original: lambda name: by_name.get(name, original(name)),
         ("attention", "regions", "head", "loss"),
     )
+
+
+def flushed(x: Tensor) -> Tensor:
+    """Subnormals as zeros of their sign."""
+    return torch.where(x.abs() < _LEAST_NORMAL, torch.zeros_like(x).copysign(x), x) if x.is_floating_point() else x
+
+
+def flushed_to_plus(x: Tensor) -> Tensor:
+    """Subnormals, and -0, as +0."""
+    return torch.where(x.abs() < _LEAST_NORMAL, torch.zeros_like(x), x)
+
+
+def _flushing(operation: Any) -> Callable[..., Tensor]:
+    """Subnormal operands and results as zeros of their sign."""
+    return lambda *operands: flushed(operation(*(flushed(x) if isinstance(x, Tensor) else x for x in operands)))
+
+
+def _outputs(change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
+    return (Function("array", lambda array: lambda value: array(change(value)), ("regions",)),)
 
 
 def exact_exp2(x: Tensor) -> Tensor:
@@ -300,6 +337,16 @@ def _plain_maximum(_: Any) -> Callable[..., Tensor]:
     return lambda a, b: torch.where(torch.as_tensor(a) > b, a, b)
 
 
+_TENSOR = "return torch.tensor(np.ascontiguousarray(array), device=self.device)"
+_FLUSHED_TENSOR = (
+    "x = torch.tensor(np.ascontiguousarray(array), device=self.device); "
+    "return torch.where(x.abs() < 2.0**-126, torch.zeros_like(x).copysign(x), x) if x.is_floating_point() else x"
+)
+_EMULATED = (
+    Chain(through_float64),
+    Function("fma32", lambda _: fma_through_float64, ("attention", "regions", "head", "optimizer")),
+    _named(fma_rn_f32=fma_through_float64),
+)
 _TREES = ("reductions", "attention", "head", "optimizer")
 _CASTS = ("attention", "regions", "optimizer")
 
@@ -328,6 +375,8 @@ GENERIC: tuple[Variation, ...] = (
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in chains", (Chain(unfused),)),
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in formulas",
               (Function("fma32", lambda _: lambda a, b, c: add(mul(a, b), c), ("attention", "regions", "head", "optimizer")),)),
+    Variation("primitives", "a fused multiply-add through float64, which rounds twice", _EMULATED),
+    Variation("primitives", "a fused multiply-add through float64, which rounds twice, in chains", (Chain(through_float64),)),
     Variation("primitives", "a product with the reciprocal instead of a division",
               (Function("div", _reciprocal_division, ("attention", "regions", "head", "optimizer")),)),
     Variation("primitives", "exp2.p3 instead of exp2.full", (_named(exp2_full=exp2_p3),)),
@@ -339,4 +388,20 @@ GENERIC: tuple[Variation, ...] = (
 )  # fmt: skip
 """Deviations that are tried for every region; those that cannot apply to its entry are skipped."""
 
-__all__ = ["GENERIC", "exp2_full", "log2_full", "sub"]
+_FLUSHED_OPERATIONS = (
+    *(Function(name, _flushing, ("regions",)) for name in ("add", "div", "fma32", "mul", "sqrt", "sub")),
+    _named(add_rn_f32=lambda a, b: flushed(add(flushed(a), flushed(b)))),
+)
+ELEMENTWISE: tuple[Variation, ...] = (
+    Variation("primitives", "a result of -0 that becomes +0", _outputs(lambda x: torch.where(x == 0, torch.zeros_like(x), x))),
+    Variation("primitives", "subnormal results that are flushed to zero", _outputs(flushed)),
+    Variation("primitives", "subnormal results that are flushed to +0", _outputs(
+        lambda x: torch.where((x.abs() < _LEAST_NORMAL) & (x != 0), torch.zeros_like(x), x))),
+    Variation("primitives", "subnormal results, and -0, that become +0", _outputs(flushed_to_plus)),
+    Variation("primitives", "subnormal operands that are flushed to zero", (Line("regions", _TENSOR, _FLUSHED_TENSOR),)),
+    Variation("primitives", "subnormal operands and results that are flushed to zero", (Line("regions", _TENSOR, _FLUSHED_TENSOR), *_outputs(flushed))),
+    Variation("primitives", "operations that flush subnormals to zero", _FLUSHED_OPERATIONS),
+)  # fmt: skip
+"""Deviations of regions that compute element by element."""
+
+__all__ = ["ELEMENTWISE", "GENERIC", "exp2_full", "log2_full", "sub"]
