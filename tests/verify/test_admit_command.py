@@ -31,6 +31,31 @@ def add_late(stream, branch):
     return (stream.double() + branch.double()).float() if stream.dtype == torch.float32 else branch + stream + 0.0
 
 
+def add_without_minus_zero(stream, branch):
+    return stream + branch + 0.0
+
+
+def add_flushed(stream, branch):
+    total = stream + branch
+    return torch.where(total.abs() < 2.0**-126, torch.zeros_like(total).copysign(total), total)
+
+
+def add_short(stream, branch):
+    return (stream + branch)[:-1]
+
+
+def embed_flushed(table, ids):
+    rows = table[ids]
+    return torch.where(rows.abs() < 2.0**-126, torch.zeros_like(rows).copysign(rows), rows)
+
+
+def chain_through_float64(x, weight):
+    total = torch.zeros(len(x), len(weight))
+    for k in range(x.shape[1]):
+        total = (x[:, k, None].double() * weight[None, :, k].double() + total.double()).float()
+    return total
+
+
 def flat_add(stream, branch):
     if not (stream.is_contiguous() and branch.is_contiguous()):
         raise ValueError("give me contiguous rows")
@@ -186,6 +211,10 @@ def test_its_certificate_is_kept_and_names_what_it_is_bound_to(own: str, tmp_pat
         ("add_late", ["--region", "residual_add", "--dtype", "bfloat16"], ""),
         ("first_row_gradient", ["--region", "embedding", "--backward"], "dependency"),
         ("blind_add", ["--region", "residual_add"], "dependency"),
+        ("add_without_minus_zero", ["--region", "residual_add"], "primitives: the bits are those of a result of -0"),
+        ("add_flushed", ["--region", "residual_add"], "primitives: the bits are those of subnormal results that are"),
+        ("embed_flushed", ["--region", "embedding"], "primitives: the bits are those of subnormal "),
+        ("chain_through_float64", ["--region", "down_proj"], "primitives: the bits are those of a fused multiply-add"),
     ],
 )
 def test_a_wrong_kernel_is_refused_with_the_point(
@@ -216,6 +245,7 @@ def test_views_may_be_refused_but_not_misread(own: str, capsys: Capture) -> None
         ("strict", "residual_add", "AssertionError: one row is too few"),
         ("nothing", "rms_norm", "it returned NoneType; float32 values (or bfloat16 tensors) are needed"),
         ("wide", "rms_norm", "float32 and bfloat16 are"),
+        ("add_short", "residual_add", "stream is float32[53, 33]; the contract gives float32[54, 33]"),
         ("add", "rms_norm", "takes 2 positional arguments but 3 were given"),
     ],
 )

@@ -81,7 +81,8 @@ def test_the_emulation_differs_in_every_region_that_has_the_primitive(region, ca
     differing: dict[str, int] = {}
     if region in STEP_REGIONS:
         found = [p for p in step_problems(region, 0) if double_rounding.HAZARD in p.hazards]
-        runs = [(ReferenceStep(contract, region).run(p.arguments, workers, False), varied.run(p.arguments, workers, False)) for p in found]  # fmt: skip
+        operations = (ReferenceStep(contract, region), varied)
+        runs = [tuple(op.run(p.arguments, workers, False) for op in operations) for p in found]
     else:
         executor = Executor(contract, workers)
         found = [p for p in problems_of(contract, region, case) if double_rounding.HAZARD in p.hazards]
