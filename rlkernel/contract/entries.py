@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from rlkernel.contract.canonical import float32_bits
 from rlkernel.contract.claims import Topology
+from rlkernel.contract.constants import MAX_LANES
 from rlkernel.contract.hostscalars import attention_scales
 from rlkernel.contract.points import Dependency, Merge, Precision, RoundingSite, SixPoints, Split
 from rlkernel.contract.profiles import ADD, DIV, EXP2, FMA, LOG2, MAX, MUL, SQRT, Profile
 from rlkernel.models.config import ModelConfig
 
 VOCABULARY_LEAF = 128
-MAX_LANES = 256
 GRADIENT_NORM_LEAF = 1024
 
 # domains of reduction

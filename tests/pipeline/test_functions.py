@@ -46,6 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad.py").write_text(BAD)
     (folder / "raises.py").write_text("raise RuntimeError('at import')")
     (folder / "leaves.py").write_text("import sys; sys.exit('judge is not installed')")
+    (folder / "cancelled.py").write_text("import asyncio; raise asyncio.CancelledError('no judge')")
     (folder / "needs.py").write_text("import surely_not_installed")
     return folder
 
@@ -90,6 +91,7 @@ def test_parameters_are_bound(files: Path) -> None:
         ("needs.py:x", REWARD, {}, "surely_not_installed"),
         ("nowhere.py:x", REWARD, {}, "there is no file"),
         ("leaves.py:x", REWARD, {}, "SystemExit: judge is not installed"),
+        ("cancelled.py:x", REWARD, {}, "CancelledError: no judge"),
         ("nowhere.py", REWARD, {}, "nowhere.py:NAME"),
         ("good.py", REWARD, {}, "good.py:NAME (it defines plain, typed, integer, needs, free, keep, rows)"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rlkernel.verify.vectors import gpu
+from vime.pipeline import machine
 from vime.pipeline.loading import load_pipeline
 from vime.pipeline.prepare import prepare
 from vime.runtime.run_loop import run
@@ -25,26 +27,25 @@ MINIATURE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if "smollm2" not in name])
-def test_a_shipped_pipeline_is_one_for_an_h200(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H200 and disk enough for its checkpoints, whatever this one has."""
     monkeypatch.setattr(gpu, "gpu_backend", lambda: H200)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "smollm2" not in name])
+def test_a_shipped_pipeline_is_one_for_an_h200(name: str, tmp_path: Path, host: None) -> None:
     prepared = prepare(load_pipeline(FOLDER / name, [f"run_directory={tmp_path / 'run'}"]))
     rollout = prepared.pipeline.stages.rollout
     assert rollout.max_num_seqs >= rollout.prompts_per_step * rollout.samples_per_prompt
 
 
-def test_shapes_are_those_of_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "gpu_backend", lambda: H200)
+def test_shapes_are_those_of_the_models(host: None, tmp_path: Path) -> None:
     sizes = {}
     for name in LARGE:
         config = prepare(load_pipeline(FOLDER / name, [f"run_directory={tmp_path / 'run'}"])).config
-        count = 0
-        for shape in config.weight_shapes().values():
-            size = 1
-            for axis in shape:
-                size *= axis
-            count += size
-        sizes[name] = count
+        sizes[name] = sum(math.prod(shape) for shape in config.weight_shapes().values())
     assert sizes == {"qwen3-1.7b-shape-h200.yaml": 1_720_574_976, "qwen3-8b-shape-h200.yaml": 8_190_735_360}
 
 

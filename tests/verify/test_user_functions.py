@@ -13,6 +13,7 @@ from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.presets import PRESETS
 from rlkernel.verify.admission.bits import compare
+from rlkernel.verify.admission.conduct import Misconduct
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.generate import problems_of
 from rlkernel.verify.admission.user import GRADIENTS, SIGNATURES, UserOp
@@ -71,6 +72,18 @@ def test_a_function_gets_gaps_in_memory_where_the_inputs_have_some():
     assert compare(want, EXECUTOR.run(op, views, "trainer_forward"))[1] is None
     width = problem.inputs[0].shape[1]
     assert seen == [(True, (width, 1)), (False, (2 * width, 2))]
+
+
+def test_a_function_gets_memory_of_its_own():
+    def add_in_place(stream, branch):
+        stream += branch
+        return stream
+
+    problem = problems_of(CONTRACT, "residual_add", "trainer_forward")[0]
+    before = problem.inputs[0].copy()
+    with pytest.raises(Misconduct, match="it writes to its argument 1"):
+        EXECUTOR.run(operation(add_in_place, "residual_add", "trainer_forward", "torch"), problem, "trainer_forward")
+    assert np.array_equal(before.view(np.uint32), problem.inputs[0].view(np.uint32))
 
 
 def test_a_function_runs_on_as_many_threads_as_the_user_has():

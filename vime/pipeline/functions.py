@@ -176,7 +176,9 @@ def _import_module(place: str, name: str) -> ModuleType:
             message = f"there is no module {place!r} (for a file of your own write FILE.py:{name.rpartition('.')[2]})"
             raise FunctionProblem(message) from None
         raise FunctionProblem(f"importing {place} needs the module {error.name!r}, which is not installed") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise FunctionProblem(f"importing {place} raised {type(error).__name__}: {error}") from error
 
 
@@ -197,7 +199,9 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         del sys.modules[module_name]
         raise FunctionProblem(f"importing {full} raised {type(error).__name__}: {error}") from error
     return module

@@ -39,7 +39,9 @@ def call_source(loaded: LoadedPipeline, source: UserFunction, problems: list[Pro
         except (VimeError, RlkernelError) as error:
             problems.append(loaded.problem("data", f"the data source {source.name!r} fails: {error}"))
             continue
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may raise anything
             message = f"the data source {source.name!r} raised {type(error).__name__} for {namespace!r}: {error}"
             message += raised_in(error, source.call)
             problems.append(loaded.problem("data.source", message))

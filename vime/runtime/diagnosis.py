@@ -75,9 +75,7 @@ def diagnose(
     Never raises for a side that cannot be traced, as the mismatch itself is what has to be reported.
     """
     name = str(rollout.sample_id)
-    sample = TrainSample(
-        rollout.sample_id, rollout.prompt_token_ids, rollout.token_ids, np.ones(len(rollout.token_ids), np.bool_)
-    )
+    sample = TrainSample.of(rollout)
     traces: list[list[Boundary]] = []
     for side, owner in ((f"engine {engine.engine_id}", engine), ("the trainer", trainer)):
         trace: Trace | None = getattr(owner, "trace", None)

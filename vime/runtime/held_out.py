@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from vime.errors import InvariantViolation
 from vime.mismatch.compare import compare_step, unfounded_entropy
 from vime.mismatch.independence import check_evidence, check_memory, check_shapes
@@ -20,7 +18,8 @@ SCORED = 8
 def chosen_samples(samples: Sequence[GeneratedSample], evaluation: int) -> list[GeneratedSample]:
     """Up to :data:`SCORED` samples spread over all of them, other ones in the next evaluation, in sample order."""
     count = min(SCORED, len(samples))
-    return [samples[(evaluation + place * len(samples) // count) % len(samples)] for place in range(count)]
+    places = ((evaluation + place * len(samples) // count) % len(samples) for place in range(count))
+    return [samples[place] for place in sorted(places)]
 
 
 def prove(
@@ -32,43 +31,47 @@ def prove(
     evaluation: int,
     version: int,
     digest: str,
-) -> dict[str, int]:
+    tolerated: bool,
+) -> dict[str, int | None]:
     """Compare samples of an evaluation with the trainer's own forward, and the tokens of one with its own draw.
 
     Args:
         params: how the samples were asked to be drawn.
         evaluation: number that picks the samples.
         version: of the weights that are served, and ``digest`` their digest.
+        tolerated: whether the evaluation goes on where bits differ.
 
     Returns:
-        ``compared_tokens``, ``mismatch_count``, ``distribution_mismatch_count`` and ``redrawn_tokens``.
+        ``compared_tokens``, ``mismatch_count`` and ``distribution_mismatch_count`` (None where nothing was compared),
+        ``redrawn_tokens``.
 
     Raises:
-        InvariantViolation: the trainer gives no evidence of a forward of its own; an entropy is unfounded; or, where
-            no bit of the scores differs, another token is drawn.
+        InvariantViolation: the trainer gives no evidence of a forward of its own; a bit differs, and that is not
+            tolerated; an entropy is unfounded; or, where no bit of the scores differs, another token is drawn.
     """
     chosen = chosen_samples(samples, evaluation)
-    asked = [_asked(sample) for sample in chosen]
+    asked = [TrainSample.of(sample) for sample in chosen]
     scores = trainer.score(asked)
     check_evidence(asked, scores, digest)
     check_shapes(asked, scores)
     check_memory(chosen, scores)
     comparison = compare_step(chosen, scores, version)
+    differs = bool(comparison.mismatch_count or comparison.distribution_mismatch_count)
+    if differs and not tolerated:
+        raise InvariantViolation(
+            f"{comparison.mismatch_count} log-probabilities and {comparison.distribution_mismatch_count} distributions "
+            f"of {comparison.compared_tokens} compared tokens differ between rollout and trainer"
+        )
     unfounded = unfounded_entropy(chosen, scores, version)
     if unfounded is not None:
         raise InvariantViolation(unfounded)
     redrawn = 0
     draw, sample = getattr(trainer, "redraw", None), chosen_sample(chosen, evaluation)
-    if draw is not None and sample is not None and not comparison.mismatch_count:
-        redrawn = check_redrawn(sample, draw(_asked(sample), params, seed), version)
+    if draw is not None and sample is not None and not differs:
+        redrawn = check_redrawn(sample, draw(TrainSample.of(sample), params, seed), version)
     return {
         "compared_tokens": comparison.compared_tokens,
-        "mismatch_count": comparison.mismatch_count or 0,
-        "distribution_mismatch_count": comparison.distribution_mismatch_count or 0,
+        "mismatch_count": comparison.mismatch_count,
+        "distribution_mismatch_count": comparison.distribution_mismatch_count,
         "redrawn_tokens": redrawn,
     }
-
-
-def _asked(sample: GeneratedSample) -> TrainSample:
-    mask = np.ones(len(sample.token_ids), np.bool_)
-    return TrainSample(sample.sample_id, sample.prompt_token_ids, sample.token_ids, mask)

@@ -12,6 +12,7 @@ import numpy as np
 from rlkernel.errors import RlkernelError
 from vime.errors import InputError
 from vime.tasks.permutation import permutation
+from vime.timeline.event import encode_value
 from vime.types import Namespace, Prompt
 
 T = TypeVar("T")
@@ -97,18 +98,17 @@ class PromptSet:
 
 
 def _plain(value: Any) -> Any:
-    """A row's content as JSON; floats by their bits."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return f"f64:{value.hex()}"
+    """A row's content as JSON; floats by their bits. A row is a user's, so that it may hold what no event can."""
     if isinstance(value, Mapping):
         return {f"{type(key).__name__}:{key}": _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray):
         return [str(value.dtype), _plain(value.tolist())]
-    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+    try:
+        return encode_value(value)
+    except TypeError:
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def name_row(rows: Sequence[Mapping[str, Any]], namespace: Namespace, number: int) -> str:

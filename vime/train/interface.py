@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlkernel.contract.identity import Identities
-from vime.types import SampleId
+from vime.types import GeneratedSample, SampleId
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ class TrainSample:
     advantage: float = 0.0
     old_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, sample: GeneratedSample, advantage: float = 0.0) -> TrainSample:
+        """A sample as an engine made it, all its response tokens trained on."""
+        mask = np.ones(len(sample.token_ids), np.bool_)
+        return cls(sample.sample_id, sample.prompt_token_ids, sample.token_ids, mask, advantage)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language import PropagateNan
 
 from rlkernel.contract import constants
+from rlkernel.kernels.triton.gluon_parts import exp2_full, lane_total, larger
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed it
 
@@ -26,12 +26,7 @@ ROWS = gl.constexpr(64)
 """Query rows of a group of warps."""
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(128)
-LANES = gl.constexpr(8)
 STAGES = gl.constexpr(2)
-_PROPAGATE = gl.constexpr(PropagateNan.ALL)
-_ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
-_ROUND_BITS = gl.constexpr(constants.ROUND_TO_INTEGER_BITS)
-_E1, _E2, _E3, _E4, _E5, _E6 = (gl.constexpr(value) for value in constants.EXP2_FULL[1:])
 _LOG2E = gl.constexpr(constants.LOG2E)
 _L_LOW = gl.constexpr(constants.LOG2_LOW)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8, _L9 = (gl.constexpr(value) for value in constants.LOG2_FULL)
@@ -41,26 +36,6 @@ _TWO_TO_24 = gl.constexpr(constants.TWO_TO_24)
 _DIVIDEND_LOW, _DIVIDEND_HIGH = gl.constexpr((127 - 60) << 23), gl.constexpr((127 + 60) << 23)
 _DIVISOR_LOW, _DIVISOR_HIGH = gl.constexpr((127 - 30) << 23), gl.constexpr((127 + 30) << 23)
 """Bits of float32 numbers between which ``_quotients`` need not divide one by one."""
-
-
-@gluon.jit
-def _exp2_full(x):
-    # rlkernel.kernels.triton.primitives.exp2_full
-    low = gl.where(x < -126.0, -126.0, x)
-    inside = gl.where(low > 128.0, 128.0, low)
-    shifted = inside + _ROUND
-    r = inside - (shifted - _ROUND)
-    q = gl.fma(r, gl.full_like(x, _E6), gl.full_like(x, _E5))
-    q = gl.fma(r, q, gl.full_like(x, _E4))
-    q = gl.fma(r, q, gl.full_like(x, _E3))
-    q = gl.fma(r, q, gl.full_like(x, _E2))
-    q = gl.fma(r, q, gl.full_like(x, _E1))
-    p = gl.fma(r, q, gl.full_like(x, 1.0))
-    n = shifted.to(gl.int32, bitcast=True) - _ROUND_BITS
-    y = (p.to(gl.int32, bitcast=True) + (n << 23)).to(gl.float32, bitcast=True)
-    y = gl.where(x < -126.0, 0.0, y)
-    y = gl.where(x >= 128.0, float("inf"), y)
-    return gl.where(x == x, y, x)
 
 
 @gluon.jit
@@ -102,40 +77,6 @@ def clear_rows(smem, present, HEIGHT: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=_PROPAGATE)
-
-
-@gluon.jit
-def _sum_of_two(a, b):
-    return a + b
-
-
-@gluon.jit
-def _chain_of_groups(values, total, CONTINUED: gl.constexpr, COUNT: gl.constexpr):
-    if COUNT == 1:
-        if CONTINUED:  # noqa: SIM108
-            result = total + values
-        else:
-            result = values
-    else:
-        halves = gl.permute(gl.reshape(values, (ROWS, 2, COUNT // 2 * LANES)), (0, 2, 1))
-        low, high = gl.split(halves)
-        result = _chain_of_groups(low, total, CONTINUED, COUNT // 2)
-        result = _chain_of_groups(high, result, True, COUNT // 2)
-    return result
-
-
-@gluon.jit
-def _lane_total(weights, layout: gl.constexpr):
-    values = _chain_of_groups(weights, weights, False, KEYS // LANES)
-    values = gl.reduce(gl.reshape(values, (ROWS, 4, 2)), 2, _sum_of_two)
-    values = gl.reduce(gl.reshape(values, (ROWS, 2, 2)), 2, _sum_of_two)
-    values = gl.reduce(gl.reshape(values, (ROWS, 1, 2)), 2, _sum_of_two)
-    return gl.convert_layout(gl.reshape(values, (ROWS,)), layout)
-
-
-@gluon.jit
 def _weights(x):
     """``ex2.approx.ftz`` rounded to bf16, packed for the matrix unit -> (bf16, the same values as float32).
 
@@ -173,15 +114,15 @@ def _softmax(s, m, sums, scale2, fresh, limit, MASKED: gl.constexpr, S: gl.const
         hidden = gl.where(column[None, :] <= limit[:, None], s, float("-inf"))
     m = gl.where(fresh, float("-inf"), m)
     sums = gl.where(fresh, 0.0, sums)
-    new = _larger(m, gl.reduce(hidden, 1, _larger) * scale2)
-    alpha = _exp2_full(m - new)
+    new = larger(m, gl.reduce(hidden, 1, larger) * scale2)
+    alpha = exp2_full(m - new)
     alpha = gl.where(m == float("-inf"), gl.where(new == new, 0.0, new), alpha)
     x = s * scale2 - new[:, None]
     if MASKED:
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         x = gl.where(column[None, :] <= limit[:, None], x, float("-inf"))
     p, wide = _weights(x)
-    total = gl.fma(sums, alpha, _lane_total(wide, rows))
+    total = gl.fma(sums, alpha, gl.convert_layout(lane_total(wide, ROWS, KEYS), rows))
     return p, new, alpha, total
 
 
@@ -290,7 +231,7 @@ def _next_block(
         gl.store(my_stash + split * (ROWS * D) + places, acc)
         gl.store(my_rows + split * (2 * ROWS) + local, m)
         gl.store(my_rows + split * (2 * ROWS) + ROWS + local, sums)
-        largest = _larger(largest, m)
+        largest = larger(largest, m)
     else:
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
     return p, next_m, next_l, acc, largest
@@ -400,18 +341,18 @@ def _compute(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(stage), count=1)
         step += 1
-        largest = _larger(largest, m)
+        largest = larger(largest, m)
         total = gl.zeros((ROWS,), gl.float32, rows_s)
         result = gl.zeros((ROWS, D), gl.float32, ACC)
         for split in range(0, (blocks - 1) // SPLIT_BLOCKS):
             part = gl.load(my_stash + split * (ROWS * D) + places)
             part_m = gl.load(my_rows + split * (2 * ROWS) + local)
             part_l = gl.load(my_rows + split * (2 * ROWS) + ROWS + local)
-            w = _exp2_full(part_m - largest)
+            w = exp2_full(part_m - largest)
             total = gl.fma(part_l, w, total)
             wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
             result = gl.fma(part, wide, result)
-        w = _exp2_full(m - largest)
+        w = exp2_full(m - largest)
         total = gl.fma(sums, w, total)
         wide, _ = gl.broadcast(gl.convert_layout(w, rows_o)[:, None], result)
         result = gl.fma(acc, wide, result)

@@ -10,49 +10,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language import PropagateNan
 
-from rlkernel.kernels.triton.gluon_parts import exp2_full, launch_dependents, wait_for_prior
+from rlkernel.kernels.triton.gluon_parts import exp2_full, lane_total, larger, launch_dependents, wait_for_prior
 
 KEYS = gl.constexpr(128)
-LANES = gl.constexpr(8)
 _ROWS = gl.constexpr(16)  # of the matrix unit's tile
-_PROPAGATE = gl.constexpr(PropagateNan.ALL)
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=_PROPAGATE)
-
-
-@gluon.jit
-def _sum_of_two(a, b):
-    return a + b
-
-
-@gluon.jit
-def _chain_of_groups(values, total, CONTINUED: gl.constexpr, GROUPS: gl.constexpr):
-    """Groups of LANES columns of values [rows, GROUPS * LANES], added one after the other, to total where CONTINUED."""
-    if GROUPS == 1:
-        if CONTINUED:
-            return total + values
-        else:
-            return values
-    else:
-        HALF: gl.constexpr = GROUPS // 2
-        halves = gl.permute(gl.reshape(values, (_ROWS, 2, HALF * LANES)), (0, 2, 1))
-        low, high = gl.split(halves)
-        result = _chain_of_groups(low, total, CONTINUED, HALF)
-        return _chain_of_groups(high, result, True, HALF)
-
-
-@gluon.jit
-def _lane_total(weights):
-    """Row sums of weights [rows, KEYS]: lane i adds keys i, i + LANES, ... ascending; then a tree of neighbours."""
-    values = _chain_of_groups(weights, weights, False, KEYS // LANES)
-    for level in gl.static_range(3):
-        values = gl.reduce(gl.reshape(values, (_ROWS, LANES >> (level + 1), 2)), 2, _sum_of_two)
-    return gl.reshape(values, (_ROWS,))
 
 
 @gluon.jit
@@ -131,7 +93,7 @@ def decode_split_hopper(
             keys = k_tiles.index(slot).permute((1, 0)).load(right)
             s = mma_v2(query, keys, gl.zeros((_ROWS, KEYS), gl.float32, unit)) * scale2
             visible = (first + column <= position)[None, :]
-            new = _larger(m, gl.reduce(gl.where(visible, s, float("-inf")), 1, _larger))
+            new = larger(m, gl.reduce(gl.where(visible, s, float("-inf")), 1, larger))
             alpha = exp2_full(m - new)
             alpha = gl.where(m == float("-inf"), gl.where(new == new, 0.0, new), alpha)
             x = gl.where(visible, s - new[:, None], float("-inf"))
@@ -139,7 +101,7 @@ def decode_split_hopper(
                 "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
             )
             weights = gl.convert_layout(p.to(gl.bfloat16), left)
-            total = gl.convert_layout(_lane_total(weights.to(gl.float32)), rows)
+            total = gl.convert_layout(lane_total(weights.to(gl.float32), _ROWS, KEYS), rows)
             sums = gl.fma(sums, alpha, total)
             m = new
             async_copy.wait_group(V_SLOTS)

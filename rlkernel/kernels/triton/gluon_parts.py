@@ -1,9 +1,10 @@
-"""Parts of Gluon kernels: dependencies between kernels on sm_90, and scalar functions in Gluon's language."""
+"""Parts of Gluon kernels: dependencies between kernels on sm_90, scalar functions, and row sums in lanes."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
 
 from rlkernel.contract import constants
 
@@ -11,6 +12,7 @@ _ROUND = gl.constexpr(constants.ROUND_TO_INTEGER)
 _ROUND_BITS = gl.constexpr(constants.ROUND_TO_INTEGER_BITS)
 _E1, _E2, _E3, _E4, _E5, _E6 = (gl.constexpr(value) for value in constants.EXP2_FULL[1:])
 _LOG2E = gl.constexpr(constants.LOG2E)
+_PROPAGATE = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
@@ -62,3 +64,42 @@ def swiglu(g, u):
     sigmoid = gl.div_rn(gl.full_like(g, 1.0), divisor)
     silu = g * sigmoid
     return silu * u
+
+
+@gluon.jit
+def larger(a, b):
+    """``max.f32``: NaN where one of the two is."""
+    return gl.maximum(a, b, propagate_nan=_PROPAGATE)
+
+
+@gluon.jit
+def sum_of_two(a, b):
+    """For reductions over two."""
+    return a + b
+
+
+@gluon.jit
+def _chain_of_groups(
+    values, total, CONTINUED: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """Groups of LANES columns of values [ROWS, COUNT * LANES], added one after the other, to total where CONTINUED."""
+    if COUNT == 1:
+        if CONTINUED:  # noqa: SIM108
+            result = total + values
+        else:
+            result = values
+    else:
+        halves = gl.permute(gl.reshape(values, (ROWS, 2, COUNT // 2 * LANES)), (0, 2, 1))
+        low, high = gl.split(halves)
+        result = _chain_of_groups(low, total, CONTINUED, ROWS, LANES, COUNT // 2)
+        result = _chain_of_groups(high, result, True, ROWS, LANES, COUNT // 2)
+    return result
+
+
+@gluon.jit
+def lane_total(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Row sums of weights [ROWS, KEYS]: of 8 lanes, lane i adds keys i, i + 8, ... ascending; then a tree of them."""
+    values = _chain_of_groups(weights, weights, False, ROWS, 8, KEYS // 8)
+    for level in gl.static_range(3):
+        values = gl.reduce(gl.reshape(values, (ROWS, 4 >> level, 2)), 2, sum_of_two)
+    return gl.reshape(values, (ROWS,))

@@ -62,7 +62,7 @@ def _options() -> dict[str, Any]:
     return compiler_options("hip" if torch.version.hip else "cuda")
 
 
-def _require(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
     fits = x.ndim == len(shape) and all(want is None or got == want for got, want in zip(x.shape, shape, strict=False))
     if not fits or x.dtype != dtype or not x.is_contiguous():
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
@@ -71,7 +71,7 @@ def _require(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int | 
         )
 
 
-def _require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_heads: int, depth: int) -> int:
+def require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_heads: int, depth: int) -> int:
     block = max(16, triton.next_power_of_2(depth))
     if q_heads % kv_heads or depth % 16 or depth > MAX_HEAD_DIM:
         raise ContractError(
@@ -85,7 +85,7 @@ def _require_heads(points: AttentionPoints | BackwardPoints, q_heads: int, kv_he
     return int(block)
 
 
-def _specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> bool:
+def specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> bool:
     """Whether the warp-specialised kernels take these points and this head_dim on this device."""
     if (points.mac, points.weights_exp2, points.dtype) != (MMA_SM90, EX2_SM90, "bfloat16"):
         return False
@@ -96,7 +96,7 @@ def _specialised(points: AttentionPoints | BackwardPoints, x: torch.Tensor) -> b
     return torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -116,12 +116,12 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, q_heads, depth = q.shape
     kv_heads = k.shape[-2]
-    block_d = _require_heads(points, q_heads, kv_heads, depth)
+    block_d = require_heads(points, q_heads, kv_heads, depth)
     tile = tile or default_tile(points, "forward", max_rows, depth)
     out = torch.empty_like(q) if out is None else out
     lse2 = torch.empty((rows, q_heads), dtype=torch.float32, device=q.device) if lse2 is None else lse2
-    _require("out", out, q.dtype, tuple(q.shape))
-    _require("lse2", lse2, torch.float32, (rows, q_heads))
+    require_tensor("out", out, q.dtype, tuple(q.shape))
+    require_tensor("lse2", lse2, torch.float32, (rows, q_heads))
     sequences = len(starts) - 1
     tiles = triton.cdiv(max_rows, tile.rows)
     if not rows or not sequences or not tiles:
@@ -129,7 +129,7 @@ def _forward(
     splits = triton.cdiv(max_keys, points.split)
     programs = tiles * sequences * q_heads
     if splits > 1:
-        programs = min(programs, tile.programs or 2 * _multiprocessors(q.device))
+        programs = min(programs, tile.programs or 2 * multiprocessors(q.device))
     stash = torch.empty(programs * (splits - 1) * tile.rows * (block_d + 2), dtype=torch.float32, device=q.device)
     stash_rows = stash[programs * (splits - 1) * tile.rows * block_d :]
     forward_kernels.attention_forward[(programs,)](
@@ -172,18 +172,18 @@ def attention_varlen(
         ContractError: shapes, dtypes or layouts that do not fit.
     """
     dtype = _DTYPES[points.dtype]
-    _require("q", q, dtype, (None, None, None))
+    require_tensor("q", q, dtype, (None, None, None))
     for name, x in (("k", k), ("v", v)):
-        _require(name, x, dtype, (len(q), k.shape[1], q.shape[2]))
-    _require("starts", starts, torch.int32, (None,))
-    if tile is None and len(q) and len(starts) > 1 and max_length > 0 and _specialised(points, q):
+        require_tensor(name, x, dtype, (len(q), k.shape[1], q.shape[2]))
+    require_tensor("starts", starts, torch.int32, (None,))
+    if tile is None and len(q) and len(starts) > 1 and max_length > 0 and specialised(points, q):
         from rlkernel.kernels.triton.launch_attention_hopper import varlen_hopper  # Gluon, on NVIDIA only
 
-        _require_heads(points, q.shape[1], k.shape[1], q.shape[2])
+        require_heads(points, q.shape[1], k.shape[1], q.shape[2])
         out = torch.empty_like(q) if out is None else out
         lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse2 is None else lse2
-        _require("out", out, dtype, tuple(q.shape))
-        _require("lse2", lse2, torch.float32, tuple(q.shape[:2]))
+        require_tensor("out", out, dtype, tuple(q.shape))
+        require_tensor("lse2", lse2, torch.float32, tuple(q.shape[:2]))
         varlen_hopper(q, k, v, starts, max_length, points, out, lse2)
         return out, lse2
     return _forward(q, k, v, starts, None, None, max_length, max_length, points, tile, out, lse2)
@@ -219,19 +219,19 @@ def attention_paged(
     Returns and raises as :func:`attention_varlen`.
     """
     dtype = _DTYPES[points.dtype]
-    _require("q", q, dtype, (None, None, None))
-    _require_cache(k_cache, v_cache, dtype, q.shape[2])
-    _require("table", table, torch.int32, (len(starts) - 1, None))
-    _require("starts", starts, torch.int32, (None,))
-    _require("positions", positions, torch.int32, (len(q),))
+    require_tensor("q", q, dtype, (None, None, None))
+    require_cache(k_cache, v_cache, dtype, q.shape[2])
+    require_tensor("table", table, torch.int32, (len(starts) - 1, None))
+    require_tensor("starts", starts, torch.int32, (None,))
+    require_tensor("positions", positions, torch.int32, (len(q),))
     if max_keys > table.shape[1] * k_cache.shape[1]:
         raise ContractError(f"{max_keys} keys do not fit {table.shape[1]} pages of {k_cache.shape[1]}")
     return _forward(q, k_cache, v_cache, starts, positions, table, max_rows, max_keys, points, tile, out, lse2)
 
 
-def _require_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype, depth: int) -> None:
+def require_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype, depth: int) -> None:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _require(name, x, dtype, (len(k_cache), k_cache.shape[1], k_cache.shape[2], depth))
+        require_tensor(name, x, dtype, (len(k_cache), k_cache.shape[1], k_cache.shape[2], depth))
     if k_cache.shape[1] % 8:
         raise ContractError(f"pages of {k_cache.shape[1]} tokens: the kernels take multiples of 8")
 
@@ -259,13 +259,13 @@ def attention_decode(
     Returns and raises as :func:`attention_varlen`.
     """
     dtype = _DTYPES[points.dtype]
-    _require("q", q, dtype, (None, None, None))
-    _require_cache(k_cache, v_cache, dtype, q.shape[2])
-    _require("table", table, torch.int32, (len(q), None))
-    _require("positions", positions, torch.int32, (len(q),))
+    require_tensor("q", q, dtype, (None, None, None))
+    require_cache(k_cache, v_cache, dtype, q.shape[2])
+    require_tensor("table", table, torch.int32, (len(q), None))
+    require_tensor("positions", positions, torch.int32, (len(q),))
     sequences, q_heads, depth = q.shape
     page, kv_heads = k_cache.shape[1:3]
-    block_d = _require_heads(points, q_heads, kv_heads, depth)
+    block_d = require_heads(points, q_heads, kv_heads, depth)
     if max_splits < 1:
         raise ContractError(f"max_splits is {max_splits}; at least one split is decoded")
     tile = tile or default_tile(points, "decode", 1, depth)
@@ -273,8 +273,8 @@ def attention_decode(
     tile_rows = max(tile.rows, triton.next_power_of_2(group))
     out = torch.empty_like(q) if out is None else out
     lse2 = torch.empty((sequences, q_heads), dtype=torch.float32, device=q.device) if lse2 is None else lse2
-    _require("out", out, q.dtype, tuple(q.shape))
-    _require("lse2", lse2, torch.float32, (sequences, q_heads))
+    require_tensor("out", out, q.dtype, tuple(q.shape))
+    require_tensor("lse2", lse2, torch.float32, (sequences, q_heads))
     if not sequences:
         return out, lse2
     part = torch.empty((sequences, max_splits, q_heads, depth), dtype=torch.float32, device=q.device)
@@ -301,11 +301,11 @@ def append_kv(
 
     A negative slot is left out. Raises ContractError for shapes, dtypes or layouts that do not fit.
     """
-    _require("k", k, k_cache.dtype, (None, *k_cache.shape[2:]))
-    _require("v", v, k_cache.dtype, tuple(k.shape))
-    _require("k_cache", k_cache, k_cache.dtype, (None, None, None, None))
-    _require("v_cache", v_cache, k_cache.dtype, tuple(k_cache.shape))
-    _require("slots", slots, torch.int64, (len(k),))
+    require_tensor("k", k, k_cache.dtype, (None, *k_cache.shape[2:]))
+    require_tensor("v", v, k_cache.dtype, tuple(k.shape))
+    require_tensor("k_cache", k_cache, k_cache.dtype, (None, None, None, None))
+    require_tensor("v_cache", v_cache, k_cache.dtype, tuple(k_cache.shape))
+    require_tensor("slots", slots, torch.int64, (len(k),))
     if len(k):
         width = k.shape[1] * k.shape[2]
         decode_kernels.append_rows[(len(k),)](
@@ -340,20 +340,20 @@ def attention_backward(
         ContractError: shapes, dtypes or layouts that do not fit.
     """
     dtype = _DTYPES[points.dtype]
-    _require("q", q, dtype, (None, None, None))
+    require_tensor("q", q, dtype, (None, None, None))
     for name, x in (("dout", dout), ("out", out)):
-        _require(name, x, dtype, tuple(q.shape))
+        require_tensor(name, x, dtype, tuple(q.shape))
     for name, x in (("k", k), ("v", v)):
-        _require(name, x, dtype, (len(q), k.shape[1], q.shape[2]))
-    _require("lse2", lse2, torch.float32, tuple(q.shape[:2]))
-    _require("starts", starts, torch.int32, (None,))
+        require_tensor(name, x, dtype, (len(q), k.shape[1], q.shape[2]))
+    require_tensor("lse2", lse2, torch.float32, tuple(q.shape[:2]))
+    require_tensor("starts", starts, torch.int32, (None,))
     rows, q_heads, depth = q.shape
     kv_heads, sequences = k.shape[1], len(starts) - 1
-    block_d = _require_heads(points, q_heads, kv_heads, depth)
+    block_d = require_heads(points, q_heads, kv_heads, depth)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not rows or not max_length or not sequences:
         return dq, dk, dv
-    if dq_tile is None and dkv_tile is None and _specialised(points, q):
+    if dq_tile is None and dkv_tile is None and specialised(points, q):
         from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper  # Gluon, on NVIDIA only
 
         backward_hopper(dout, q, k, v, out, lse2, starts, max_length, points, dq, dk, dv)

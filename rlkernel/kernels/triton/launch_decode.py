@@ -9,15 +9,13 @@ from rlkernel.kernels.triton import attention_decode as plain_kernels
 from rlkernel.kernels.triton.attention_points import AttentionPoints
 from rlkernel.kernels.triton.launch import compiler_options
 from rlkernel.kernels.triton.launch_attention import (
-    _require,
-    _require_cache,
-    _require_heads,
-    _specialised,
     attention_decode,
+    multiprocessors,
+    require_cache,
+    require_heads,
+    require_tensor,
+    specialised,
 )
-
-_FEW = 132
-"""Programs up to which each has a multiprocessor of its own."""
 
 
 def decode_attention(
@@ -41,13 +39,13 @@ def decode_attention(
     """
     sequences, q_heads, depth = q.shape
     page, kv_heads = k_cache.shape[1:3]
-    if not sequences or not _specialised(points, q) or q_heads > 16 * kv_heads:
+    if not sequences or not specialised(points, q) or q_heads > 16 * kv_heads:
         return attention_decode(q, k_cache, v_cache, table, positions, max_splits, points)[0]
-    _require("q", q, torch.bfloat16, (None, None, None))
-    _require_cache(k_cache, v_cache, q.dtype, depth)
-    _require("table", table, torch.int32, (sequences, None))
-    _require("positions", positions, torch.int32, (sequences,))
-    block_d = _require_heads(points, q_heads, kv_heads, depth)
+    require_tensor("q", q, torch.bfloat16, (None, None, None))
+    require_cache(k_cache, v_cache, q.dtype, depth)
+    require_tensor("table", table, torch.int32, (sequences, None))
+    require_tensor("positions", positions, torch.int32, (sequences,))
+    block_d = require_heads(points, q_heads, kv_heads, depth)
     from rlkernel.kernels.triton.decode_hopper import decode_split_hopper  # Gluon: on sm_90 alone
 
     out, single = torch.empty_like(q), max_splits == 1
@@ -58,7 +56,7 @@ def decode_attention(
     decode_split_hopper[(kv_heads, max_splits, sequences)](
         q, k_cache, v_cache, part, part_m, part_l, out, positions, table, table.shape[1], max_splits, points.scale2,
         QH=q_heads, KVH=kv_heads, D=depth, PAGE=page, SPLIT=points.split, SINGLE=single,
-        V_SLOTS=2 if kv_heads * sequences <= _FEW else 1, OVERLAPS=overlaps, num_warps=4,
+        V_SLOTS=2 if kv_heads * sequences <= multiprocessors(q.device) else 1, OVERLAPS=overlaps, num_warps=4,
         launch_pdl=overlaps, **compiler_options("cuda"),
     )  # fmt: skip
     if not single:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlkernel.contract.build import Contract
 from rlkernel.contract.canonical import digest
+from rlkernel.contract.decode import check_fields
 from rlkernel.errors import ContractError, NumericsError
 from rlkernel.verify.admission.budget import BUDGETS
 from rlkernel.verify.admission.classes import required_classes
@@ -119,11 +120,7 @@ def certificate_from_json(data: Any) -> Certificate:
     """Strict inverse of :meth:`Certificate.as_json`. Raises ContractError for what is unknown, missing or misshapen."""
     if not isinstance(data, dict):
         raise ContractError(f"a certificate is an object, not {data!r}")
-    names = {item.name for item in fields(Certificate)} | {"schema"}
-    unknown, missing = sorted(set(data) - names), sorted(names - set(data))
-    if unknown or missing:
-        wrong = [f"unknown fields {unknown}"] * bool(unknown) + [f"missing fields {missing}"] * bool(missing)
-        raise ContractError(f"a certificate with {' and '.join(wrong)}")
+    check_fields(data, [*(item.name for item in fields(Certificate)), "schema"], "certificate", "a certificate")
     if data["schema"] != SCHEMA:
         raise ContractError(f"a certificate of schema {data['schema']!r}; schema {SCHEMA} can be read")
     values = {name: value for name, value in data.items() if name != "schema"}

@@ -137,14 +137,14 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
     """Problems of attention in a case: with pages for an engine's cases, whole sequences for a trainer's."""
     entry = contract.entries[("trainer_forward", "attention")]
     block, split = int(entry.constant("key_block")), entry.split.leaf_size
-    exact = contract.dtype == "bfloat16"  # chains over bfloat16 values cannot show a double rounding
+
+    def ties(problem: Problem) -> list[Problem]:
+        # chains over bfloat16 values cannot show a double rounding
+        return [] if contract.dtype == "bfloat16" else [_double_rounding(problem, seed)]
+
     if case == "trainer_backward":
         return [
-            *(
-                ()
-                if exact
-                else (_double_rounding(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, True), seed),)
-            ),
+            *ties(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, True)),
             _whole(contract, "few rows", [5, 1, 2], FINITE_HAZARDS, 1, seed, True, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal",), 2, seed, True),
             _cancelling(_whole(contract, "few rows", [24], ("normal",), 2, seed + 1, True)),
@@ -154,11 +154,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         ]
     if case.startswith("trainer"):
         return [
-            *(
-                ()
-                if exact
-                else (_double_rounding(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, False), seed),)
-            ),
+            *ties(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, False)),
             _whole(contract, "few rows", [7, 1, 2], FINITE_HAZARDS + SPECIAL_HAZARDS, 1, seed, False, alone=(0, 1)),
             _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
             _cancelling(_whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
@@ -168,7 +164,7 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
         ]
     decode = [0, 1, block - 1, block, 2 * block + 1, split - 1, split, split + block + 3]
     return [
-        *(() if exact else (_double_rounding(_paged(contract, "few rows", [0], [20], 8, 2, seed + 2), seed),)),
+        *ties(_paged(contract, "few rows", [0], [20], 8, 2, seed + 2)),
         _paged(contract, "stale NaN in unused pages", [0, 5, 9], [1, 1, 2], 8, 2, seed, FINITE_HAZARDS, alone=(0, 2)),
         _paged(contract, "one row each", decode, [1] * len(decode), 16, 2, seed, alone=(3, 7)),
         _paged(contract, "chunks", [0, block - 3, split - 5], [20, 10, 9], 2 * block, 1, seed),

@@ -15,8 +15,9 @@ from rlkernel.contract.claims import Topology
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.config import ModelConfig
 from rlkernel.ops.portable import portable_ops
+from rlkernel.verify.admission.admit import groups as cases_that_share
 from rlkernel.verify.admission.bits import Results, pattern
-from rlkernel.verify.admission.certificate import BACKWARD, entry_digests
+from rlkernel.verify.admission.certificate import BACKWARD
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.generate import problems_of
 from rlkernel.verify.admission.problem import Problem
@@ -61,14 +62,9 @@ def groups(contract: Contract) -> Iterator[Group]:
     """Every region and case of a contract, in a fixed order."""
     names = {(case, name.partition(".")[0]) for case, name in contract.entries}
     for region in (*portable_ops(), "logprob"):
-        found: dict[Any, list[str]] = {}
-        for case in (*FORWARD_CASES, BACKWARD):
-            if (case, region) in names:
-                paged = region == "attention" and case.startswith("rollout")
-                points = tuple(value for _, value in entry_digests(contract, region, (case,)))
-                found.setdefault((paged, case == BACKWARD, points), []).append(case)
-        for cases in found.values():
-            yield Group(region, tuple(cases))
+        cases = tuple(case for case in (*FORWARD_CASES, BACKWARD) if (case, region) in names)
+        for shared in cases_that_share(region, cases, contract):
+            yield Group(region, shared)
     for region in STEP_REGIONS:
         yield Group(region, (OPTIMIZER,))
 

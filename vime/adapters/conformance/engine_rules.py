@@ -71,11 +71,6 @@ def _as_scored(sample: GeneratedSample) -> ScoredSample:
     return ScoredSample(sample.sample_id, sample.logprobs, sample.digests, sample.entropies)
 
 
-def _to_score(sample: GeneratedSample) -> TrainSample:
-    mask = np.ones(len(sample.token_ids), np.bool_)
-    return TrainSample(sample.sample_id, sample.prompt_token_ids, sample.token_ids, mask)
-
-
 def _identities(h: EngineHarness) -> None:
     check_identities(h.make)
 
@@ -204,7 +199,7 @@ def _scores(h: EngineHarness) -> None:
     _serve(h, engine, 0, 0)
     for sample in _generate(engine, _requests(h)).values():
         before = counts_of(engine)
-        scored = engine.score(_to_score(sample), 1.0)
+        scored = engine.score(TrainSample.of(sample), 1.0)
         expect(scored.sample_id == sample.sample_id, f"the score of {sample.sample_id} is that of {scored.sample_id}")
         check_arrays(scored, len(sample.token_ids), f"score of {sample.sample_id}")
         expect(
@@ -217,10 +212,10 @@ def _scores(h: EngineHarness) -> None:
         )
         h.judge(before, counts_of(engine), [Duty(ENGINE_CASES, len(sample.token_ids))])
         token = (sample.token_ids[0] + 1) % h.vocab_size
-        changed = engine.score(with_token(_to_score(sample), 0, token), 1.0)
+        changed = engine.score(with_token(TrainSample.of(sample), 0, token), 1.0)
         later = (changed.digests[1:] != scored.digests[1:]).any(axis=1)
         expect(bool(later.all()), f"a token of {sample.sample_id} was replaced, and a distribution after it stayed")
-    bad = replace(_to_score(sample), prompt_token_ids=(0, h.vocab_size))
+    bad = replace(TrainSample.of(sample), prompt_token_ids=(0, h.vocab_size))
     expect_raises((VimeError, RlkernelError), lambda: engine.score(bad, 1.0), "a token outside the vocabulary")
 
 

@@ -40,17 +40,11 @@ class Moments(Protocol):
         """Other values."""
 
 
-class DeviceMoments:
-    """Where the masters are."""
+class _Kept:
+    """Both moments as tensors by name, wherever they lie."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self._first = {name: torch.zeros_like(value) for name, value in masters.items()}
-        self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
-
-    def parts(self) -> Iterator[Part]:
-        """Whole tensors."""
-        for name, first in self._first.items():
-            yield Part(name, 0, first.numel(), first.view(-1), self._second[name].view(-1))
+    def __init__(self, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+        self._first, self._second = first, second
 
     def state(self) -> tuple[Arrays, Arrays]:
         """Copies as NumPy arrays by name."""
@@ -63,7 +57,19 @@ class DeviceMoments:
                 tensor.copy_(torch.from_numpy(given[name]))
 
 
-class HostMoments:
+class DeviceMoments(_Kept):
+    """Where the masters are."""
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        super().__init__(*({name: torch.zeros_like(value) for name, value in masters.items()} for _ in range(2)))
+
+    def parts(self) -> Iterator[Part]:
+        """Whole tensors."""
+        for name, first in self._first.items():
+            yield Part(name, 0, first.numel(), first.view(-1), self._second[name].view(-1))
+
+
+class HostMoments(_Kept):
     """In the host's memory, page-locked. Parts are copied in, changed, and copied out, side by side; the same bits.
 
     Args:
@@ -74,9 +80,11 @@ class HostMoments:
     def __init__(self, masters: Mapping[str, Tensor], part: int = PART) -> None:
         self._device = next(iter(masters.values())).device
         self._part, locked = part, self._device.type == "cuda"
-        self._first, self._second = (
-            {n: torch.zeros(x.shape, dtype=torch.float32, pin_memory=locked) for n, x in masters.items()} for _ in "mv"
-        )
+
+        def zeros() -> dict[str, Tensor]:
+            return {n: torch.zeros(x.shape, dtype=torch.float32, pin_memory=locked) for n, x in masters.items()}
+
+        super().__init__(zeros(), zeros())
         size = min(part, max(x.numel() for x in masters.values()))
         self._slots = [torch.empty((2, size), dtype=torch.float32, device=self._device) for _ in range(_SLOTS)]
 
@@ -119,16 +127,6 @@ class HostMoments:
             free[number % _SLOTS] = outward.event()
             number += 1
         outward.synchronize()  # whoever reads the host's memory finds it whole
-
-    def state(self) -> tuple[Arrays, Arrays]:
-        """Copies as NumPy arrays by name."""
-        return home(self._first), home(self._second)
-
-    def take(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-        """Other values."""
-        for own, given in ((self._first, first), (self._second, second)):
-            for name, tensor in own.items():
-                tensor.copy_(torch.from_numpy(given[name]))
 
 
 class _Stream:
