@@ -6,9 +6,11 @@ import dataclasses
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,16 +22,10 @@ from tests.runtime.crash.scene import (
     Whole,
     differences,
     in_child,
-    kill_self,
     other_digests,
     was_killed,
 )
 from vime.errors import InvariantViolation
-from vime.pipeline.loading import load_pipeline
-from vime.pipeline.prepare import Prepared, prepare
-from vime.runtime.assembly import Sides, assemble
-from vime.runtime.process import ProcessEngine
-from vime.runtime.run_loop import run
 from vime.store.run_directory import RunView
 
 STAGES = ("rollout", "reward", "filter", "advantage", "score", "compare", "train", "sync", "evaluate", "checkpoint")
@@ -85,39 +81,24 @@ def test_killed_again_and_again(whole: Whole, listed: list[str], work: Path, see
 def test_killed_beside_an_engine_in_another_process(whole: Whole, work: Path) -> None:
     """The engine's process ends with its parent, shared memory goes with it, and the run goes on in one process."""
     split = dataclasses.replace(PLAIN, placement="split", transport="shm")
-
-    def sides(prepared: Prepared, path: Path) -> Sides:
-        made = assemble(prepared, path)
-        assert isinstance(made.engine, ProcessEngine)
-        print(f"engine {made.engine.pid}", flush=True)
-        send = made.transport.send
-
-        def sent(tensors: Any) -> Any:
-            handle = send(tensors)
-            print(f"segment {handle['segment']}", flush=True)
-            if made.engine.committed() is not None:
-                kill_self()  # weights are in shared memory, and nobody has let go of them
-            return handle
-
-        made.transport.send = sent  # type: ignore[method-assign]
-        return made
-
-    said = work.parent / "said"
-    status = in_child(lambda: run(prepare(load_pipeline(split.file(work / "run"))), sides=sides), said)
-    assert was_killed(status), said.read_text()
-    found = re.search(r"engine (\d+)", said.read_text())
+    command = [sys.executable, "-m", "tests.runtime.crash.split_run", str(split.file(work / "run"))]
+    path = work.parent / "said"
+    with path.open("w") as said:
+        ended = subprocess.run(command, stdout=said, stderr=said, cwd=Path(__file__).parents[3], check=False)
+    assert ended.returncode == -signal.SIGKILL, path.read_text()
+    found = re.search(r"engine (\d+)", path.read_text())
     assert found is not None
     engine = int(found[1])
     # its own segments alone: other tests that run beside this one have some too
-    segments = set(re.findall(r"segment (\S+)", said.read_text()))
-    assert segments
+    segments = set(re.findall(r"segment (\S+)", path.read_text()))
+    assert len(segments) == 2  # those of the first weights, and those of the update
     for _ in range(500):
         if not Path(f"/proc/{engine}").exists() and not segments & set(os.listdir("/dev/shm")):
             break
         time.sleep(0.02)  # an end by events of other processes: nothing to wait on
     assert not Path(f"/proc/{engine}").exists()
     assert not segments & set(os.listdir("/dev/shm"))
-    assert "Traceback" not in said.read_text()
+    assert "Traceback" not in path.read_text()
     assert differences(whole(PLAIN), PLAIN.finish(work / "run")) == []
 
 
