@@ -108,7 +108,7 @@ GEMM = (
        "gemm.py", "k_last = min(k_first + leaf_depth, real)", "k_last = min(k_first + max(1, leaf_depth // 4 * 4), real)",
        "gemm.py", "depth, 1, 0, depth, b, b_base, outputs[part]", "depth, 1, 0, max(1, depth // 4 * 4), b, b_base, outputs[part]"),
     _m("gemm: operands rounded to bfloat16", PRECISION, "qkv_proj", FORWARD,
-       "gemm.py", "        _matmul, panels.data.shape[0] * blocks, a.reshape(-1)", "        _matmul, panels.data.shape[0] * blocks, widen(narrow(a)).reshape(-1)",
+       "gemm.py", "        a.reshape(-1), rows, panels.depth, panels.depth if real", "        widen(narrow(a)).reshape(-1), rows, panels.depth, panels.depth if real",
        "gemm.py", "panels.data.reshape(-1), panels.rows, leaves", "widen(narrow(panels.data)).reshape(-1), panels.rows, leaves",
        "gemm.py", _IMPORT_GEMM, _IMPORT_GEMM + "\nfrom rlkernel.kernels.cpu.convert import narrow, widen"),
     _m("wgrad: tokens descending", ORDER, "gate_up_proj", BACKWARD,

@@ -9,16 +9,20 @@ the second-level cache; between blocks the accumulators rest in the output.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numba import carray, int64, types
 from numba import float32 as f32
+from numba.extending import intrinsic
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
 from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
+from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, claim, collect, post
 from rlkernel.kernels.cpu.threads import Workers
 
 __all__ = [
@@ -42,8 +46,10 @@ _GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-le
 _GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
 _MOST_PARTS = 3  # matrices that one product can be cut into (q, k, v); one number, so that one kernel is compiled
 _EMPTY = np.zeros(0, np.float32)
-# Estimates that only decide when another thread pays: waking one costs 15 us, several times that on a busy machine.
+# Estimates that only decide when another thread pays: waking one costs 15 us, several times that on a busy machine;
+# one that listens begins at once.
 _TASK_NANOSECONDS = 40_000.0
+_SHARED_NANOSECONDS = 4_000.0
 _FMA_PER_NANOSECOND = 50.0
 _ELEMENTS_PER_NANOSECOND = 18.0
 
@@ -161,11 +167,87 @@ def _matmul(
             part += 1
 
 
-def _grain(rows: int, depth: int) -> int:
-    """Least number of tasks (a panel by ``rows`` rows) that is worth another thread."""
+@intrinsic
+def _floats_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The pointer to float32 that an int64 is the address of."""
+    del typing_context
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(address), codegen
+
+
+@device_function
+def _array(fields, place):
+    """The flat float32 array whose address and size :func:`_put_array` wrote."""
+    return carray(_floats_at(fields[place]), (fields[place + 1],), f32)  # type: ignore[call-overload]
+
+
+@device_function
+def _put_array(box, place, array):
+    box[FIELDS + place] = array.ctypes.data
+    box[FIELDS + place + 1] = array.size
+
+
+def _run_job(pointer):  # type: ignore[no-untyped-def]
+    f = carray(pointer, (BOX_WORDS - FIELDS,), types.int64)  # type: ignore[call-overload]
+    _matmul(
+        f[0], f[1], _array(f, 13), f[2], f[3], f[4], f[5], f[6], _array(f, 15), f[7], f[8], _array(f, 17), f[9] != 0,
+        f[10] != 0, f[11], f[12], _array(f, 19), _array(f, 21), _array(f, 23),
+    )  # fmt: skip
+
+
+@cache
+def _job() -> int:
+    """Address of the C function that computes a share of :func:`_matmul_shared`."""
+    return int(c_function(types.void(types.CPointer(types.int64)), _run_job).address)
+
+
+@kernel
+def _matmul_shared(
+    boxes, job, tasks, least, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
+    end0, end1, c0, c1, c2,
+):  # fmt: skip
+    """:func:`_matmul` of all tasks, shared with the threads that listen; each gets at least ``least`` tasks."""
+    claimed = np.zeros(len(boxes), np.bool_)
+    parts = 1
+    for i in range(len(boxes)):
+        if (parts + 1) * least <= tasks and claim(boxes[i]):
+            claimed[i] = True
+            parts += 1
+    part = 1
+    for i in range(len(boxes)):
+        if claimed[i]:
+            box = boxes[i]
+            integers = (
+                tasks * part // parts, tasks * (part + 1) // parts, rows, depth, real, blocks, group_blocks, columns,
+                leaves, int64(has_bias), int64(bf16), end0, end1,
+            )  # fmt: skip
+            for j in range(13):
+                box[FIELDS + j] = integers[j]
+            _put_array(box, 13, a)
+            _put_array(box, 15, b)
+            _put_array(box, 17, bias)
+            _put_array(box, 19, c0)
+            _put_array(box, 21, c1)
+            _put_array(box, 23, c2)
+            post(box, job)
+            part += 1
+    _matmul(
+        0, tasks // parts, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
+        end0, end1, c0, c1, c2,
+    )  # fmt: skip
+    for i in range(len(boxes)):
+        if claimed[i]:
+            collect(boxes[i])
+
+
+def _grain(rows: int, depth: int, pays: float = _TASK_NANOSECONDS) -> int:
+    """Least number of tasks (a panel by ``rows`` rows) that take so many nanoseconds."""
     elements = max(1, depth * PANEL_WIDTH)
     nanoseconds = max(elements * rows / _FMA_PER_NANOSECOND, elements / _ELEMENTS_PER_NANOSECOND)
-    return max(1, int(_TASK_NANOSECONDS / nanoseconds))
+    return max(1, int(pays / nanoseconds))
 
 
 def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
@@ -266,12 +348,21 @@ def _run_matmul(
     flat = [output.reshape(-1) for output in outputs] + [_EMPTY] * (_MOST_PARTS - len(outputs))
     if len(outputs) > 1:
         ends[1] += outputs[1].shape[1]
-    workers.run(
-        _matmul, panels.data.shape[0] * blocks, a.reshape(-1), rows, panels.depth,
-        panels.depth if real is None else real, blocks, group_blocks,
+    tasks = panels.data.shape[0] * blocks
+    arguments = (
+        a.reshape(-1), rows, panels.depth, panels.depth if real is None else real, blocks, group_blocks,
         panels.data.reshape(-1), panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16),
-        *ends, *flat, grain=_grain(-(-rows // blocks), panels.depth),
+        *ends, *flat,
     )  # fmt: skip
+    least = _grain(-(-rows // blocks), panels.depth, _SHARED_NANOSECONDS)
+    boxes = workers.listeners() if tasks >= 2 * least else None
+    if boxes is not None:
+        _matmul_shared(boxes, _job(), tasks, least, *arguments)
+        return
+    grain = _grain(-(-rows // blocks), panels.depth)
+    if 2 * least <= tasks < 2 * grain:
+        workers.wake()  # too short to wait for those that sleep, but the next product can have them
+    workers.run(_matmul, tasks, *arguments, grain=grain)
 
 
 @kernel

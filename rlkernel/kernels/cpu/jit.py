@@ -63,3 +63,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 def device_function(function: Callable[..., Any]) -> Any:
     """Compile a helper that is always inlined into the kernels that call it."""
     return numba.njit(nogil=True, error_model="numpy", fastmath=False, inline="never", forceinline=True)(function)
+
+
+def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compile a function with a C address, which compiled code of other threads can call; as :func:`kernel` else."""
+    previous = getattr(config, "CACHE_DIR", "")
+    setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010
+    try:
+        return numba.cfunc(signature, error_model="numpy", fastmath=False, cache=True)(function)
+    finally:
+        setattr(config, "CACHE_DIR", previous)  # noqa: B010

@@ -7,15 +7,33 @@ used: its threading layers fail under two calling threads, and its scalar reduct
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Barrier, Thread
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even, subnormals_survive
+from rlkernel.kernels.cpu.spinning import ASLEEP, BOX_WORDS, LISTENING, STATE, listen, turns_of_a_wait
+
+
+def _find_getcpu() -> Callable[[], int]:
+    """The C library's ``sched_getcpu``; -1 always where there is none."""
+    try:
+        found: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
+    except (OSError, AttributeError):
+        return lambda: -1
+    return found if hasattr(os, "sched_setaffinity") else lambda: -1
+
+
+_current_cpu = _find_getcpu()
 
 
 def available_cpus() -> int:
@@ -26,10 +44,11 @@ def available_cpus() -> int:
 class _Pending:
     """The answer of a function that another thread runs."""
 
-    __slots__ = ("_answer",)
+    __slots__ = ("_answer", "_bell")
 
-    def __init__(self) -> None:
+    def __init__(self, bell: _Bell) -> None:
         self._answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._bell = bell
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Called once, in the worker."""
@@ -40,44 +59,130 @@ class _Pending:
 
     def result(self) -> Any:
         """Wait for the value; called once. Raises what the function raised."""
-        value, error = self._answer.get()
+        value, error = self._bell.wait_for(self._answer, _NONE, _NONE)
         if error is not None:
             raise error
         return value
 
     def error(self) -> BaseException | None:
         """Wait; what the function raised, if it did."""
-        return self._answer.get()[1]
+        found: BaseException | None = self._bell.wait_for(self._answer, _NONE, _NONE)[1]
+        return found
 
 
-def _serve(tasks: SimpleQueue[Any]) -> None:
-    while (task := tasks.get()) is not None:
+class _Bell:
+    """Counts what was put into queues, so that whoever waits for the next can listen before it sleeps.
+
+    The count is a hint: two that ring at once may count as one, and a wait that missed it sleeps until it is woken.
+    """
+
+    __slots__ = ("_turns", "count")
+
+    def __init__(self, turns: int) -> None:
+        self.count, self._turns = np.zeros(1, np.int64), turns
+
+    def ring(self) -> None:
+        """After something was put into a queue."""
+        self.count[0] += 1
+
+    def wait_for(self, queue: SimpleQueue[Any], told: Words, box: Words) -> Any:
+        """Take from a queue, listening first and sleeping then until there is something.
+
+        ``told`` is rung as soon as Python's lock is free; jobs that are put into the ``box`` meanwhile are run.
+        """
+        seen = int(self.count[0])
+        listen(box, self.count, seen, self._turns if queue.empty() else 0, told)
+        return queue.get()
+
+
+Words = NDArray[np.int64]
+_NONE = np.zeros(0, np.int64)
+
+
+def _serve(tasks: SimpleQueue[Any], posted: _Bell, answered: _Bell, box: Words) -> None:
+    while (task := posted.wait_for(tasks, answered.count, box)) is not None:
         pending, function, arguments = task
         pending.run(function, arguments)
         del task, pending, function, arguments  # no array outlives its kernel here
 
 
-def _end(tasks: SimpleQueue[Any], count: int) -> None:
+def _nothing() -> None:
+    """What a thread does that is only to wake up."""
+
+
+def _end(tasks: SimpleQueue[Any], posted: _Bell, count: int) -> None:
     for _ in range(count):
         tasks.put(None)
+        posted.ring()
 
 
 class ThreadPool:
     """Threads that take functions from one queue; half the latency of an executor of ``concurrent.futures``."""
 
     def __init__(self, count: int) -> None:
+        # who looks needs a processor of his own: with fewer of them he would keep the others from their work
+        turns = turns_of_a_wait() if count < available_cpus() else 0
         self._tasks: SimpleQueue[Any] = SimpleQueue()
-        for i in range(count):
-            Thread(target=_serve, args=(self._tasks,), name=f"rlkernel_{i}", daemon=True).start()
-        self._close = weakref.finalize(self, _end, self._tasks, count)
+        self._posted, self._answered = _Bell(turns), _Bell(turns)
+        self._boxes = np.zeros((count, BOX_WORDS), np.int64)
+        self._threads = [
+            Thread(
+                target=_serve,
+                args=(self._tasks, self._posted, self._answered, self._boxes[i]),
+                name=f"rlkernel_{i}",
+                daemon=True,
+            )
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._left = -1
+        _POOLS.add(self)
+        self._close = weakref.finalize(self, _end, self._tasks, self._posted, count)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> _Pending:
         """Queue a call. Raises RuntimeError after :meth:`close`."""
         if not self._close.alive:
             raise RuntimeError("these worker threads were closed; no kernel can run in them")
-        pending = _Pending()
+        pending = _Pending(self._answered)
+        self._keep_apart()
         self._tasks.put((pending, function, arguments))
+        self._posted.ring()
         return pending
+
+    def listeners(self) -> NDArray[np.int64] | None:
+        """The boxes of :mod:`rlkernel.kernels.cpu.spinning`, a row a thread, if any of the threads listens now."""
+        if not (self._boxes[:, STATE] == LISTENING).any():
+            return None
+        self._keep_apart()
+        return self._boxes
+
+    def wake(self) -> None:
+        """Let threads that sleep listen for a while; of a closed pool there are none."""
+        if self._close.alive:
+            for _ in self._threads:
+                self.submit(_nothing)
+
+    def forget_threads(self) -> None:
+        """None of the threads exists in this process."""
+        self._boxes[:, STATE] = ASLEEP
+        self._threads = []
+
+    def _keep_apart(self) -> None:
+        """Let the threads run everywhere but where their caller does.
+
+        The scheduler likes to wake a thread on the processor of whoever wakes it (on virtual machines also where
+        another one idles), and needs many milliseconds to part them: meanwhile they wait for each other by turns.
+        """
+        cpu = _current_cpu()
+        if cpu == self._left:
+            return
+        self._left = cpu
+        elsewhere = os.sched_getaffinity(0) - {cpu}
+        for thread in self._threads if elsewhere else ():
+            if thread.native_id is not None:
+                with suppress(OSError):  # it has ended
+                    os.sched_setaffinity(thread.native_id, elsewhere)
 
     def close(self) -> None:
         """Let the threads end when they have done what is queued."""
@@ -95,6 +200,19 @@ def _changed_arithmetic() -> tuple[str, str, str] | None:
         remedy = "the contract does: some library changed the rounding mode (fesetround); set it back"
         return f"does {what}", f"do {what}", remedy
     return None
+
+
+_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a forked child: threads are not copied, nobody would run a job that is put into their boxes."""
+    for pool in _POOLS:
+        pool.forget_threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 class Workers:
@@ -149,6 +267,15 @@ class Workers:
             errors = [error for error in [other.error() for other in others] if error is not None]
         if errors:
             raise errors[0]
+
+    def listeners(self) -> NDArray[np.int64] | None:
+        """Boxes for jobs of compiled callers, if threads listen that this caller can have; see :class:`ThreadPool`."""
+        return None if self._pool is None else self._pool.listeners()
+
+    def wake(self) -> None:
+        """Let the threads that sleep listen for a while."""
+        if self._pool is not None:
+            self._pool.wake()
 
     def close(self) -> None:
         """End the threads."""
