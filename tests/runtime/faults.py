@@ -42,7 +42,7 @@ def serves_old_weights_under_the_new_label(sides: Sides) -> None:
         old = engine._weights._served
         result = whole(version, digest)
         if version == 1:
-            engine._weights._served = LabelledWeights(version, digest, old.weights)
+            engine._weights._served = LabelledWeights(version, digest, old.weights, old.manifest)
         return result
 
     engine.commit_weights = commit

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlkernel.contract.claims import Topology
-from rlkernel.contract.identity import Identities
+from rlkernel.contract.identity import Identities, TensorEntry
 from rlkernel.verify.evidence import Evidence
 from vime.errors import InputError, InvariantViolation
 from vime.mismatch.localise import Boundary, trace_sample
@@ -134,6 +134,10 @@ class NativeEngine:
         """
         self._refuse_closed()
         return self._weights.stage(version, tensors)
+
+    def staged_manifest(self) -> Sequence[TensorEntry]:
+        """Of the weights as they were staged. Raises InvariantViolation if there are none."""
+        return self._weights.staged_manifest()
 
     def commit_weights(self, version: int, digest: str) -> CommittedVersion:
         """Serve the staged weights and forget every cached block of the old ones.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlkernel.contract.identity import TensorEntry
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import TokenBatch
 
@@ -40,6 +41,9 @@ class EngineModel(Protocol):
 
 class ServedWeights(Protocol):
     """Weights in the form that a model computes with."""
+
+    def manifest(self) -> list[TensorEntry]:
+        """Name, shape, dtype and digest of every logical tensor, recomputed from those bytes."""
 
     def manifest_digest(self) -> str:
         """SHA-256 of the manifest, recomputed from those bytes."""

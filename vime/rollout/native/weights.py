@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from rlkernel.contract.identity import TensorEntry, manifest_digest
 from rlkernel.errors import ModelError
 from vime.errors import InvariantViolation
 from vime.rollout.interface import CommittedVersion
@@ -17,11 +18,12 @@ WeightsFactory = Callable[[Mapping[str, torch.Tensor]], ServedWeights]
 
 @dataclass(frozen=True)
 class LabelledWeights:
-    """A version number bound to weights and the digest of their bytes."""
+    """A version number bound to weights, and the digest and manifest of their bytes when they were staged."""
 
     version: int
     digest: str
     weights: ServedWeights
+    manifest: Sequence[TensorEntry]
 
 
 class WeightSlots:
@@ -68,9 +70,16 @@ class WeightSlots:
             raise InvariantViolation(
                 f"engine {self._engine_id}: what arrived of version {version} is refused: {error}"
             ) from error
-        digest = weights.manifest_digest()
-        self._staged = LabelledWeights(version, digest, weights)
+        manifest = weights.manifest()
+        digest = manifest_digest(manifest)
+        self._staged = LabelledWeights(version, digest, weights, manifest)
         return digest
+
+    def staged_manifest(self) -> Sequence[TensorEntry]:
+        """Name, shape, dtype and digest of every tensor as it was staged. Raises InvariantViolation without any."""
+        if self._staged is None:
+            raise InvariantViolation(f"engine {self._engine_id}: nothing is staged")
+        return self._staged.manifest
 
     def check_commit(self, version: int, digest: str) -> LabelledWeights:
         """The staged weights, if they are what is to be committed; their digest is recomputed.
