@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rlkernel.contract.identity import Identities
+from rlkernel.contract.identity import Identities, TensorEntry, manifest_digest
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import TokenBatch
 from vime.rollout.native import EngineConfig, KVShape, NativeEngine
@@ -53,8 +53,13 @@ class FakeWeights:
     def __init__(self, tensors) -> None:
         self.data = tensors["w"].numpy().copy()
 
+    def manifest(self) -> list[TensorEntry]:
+        hashed = hashlib.sha256(self.data.tobytes()).digest()
+        lanes = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:16], "big")
+        return [TensorEntry("w", self.data.shape, str(self.data.dtype), lanes)]
+
     def manifest_digest(self) -> str:
-        return hashlib.sha256(self.data.tobytes()).hexdigest()
+        return manifest_digest(self.manifest())
 
     @property
     def seed(self) -> int:

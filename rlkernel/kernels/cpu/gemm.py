@@ -22,7 +22,7 @@ from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
 from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
-from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, claim, collect, post
+from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, claim, collect, post, take
 from rlkernel.kernels.cpu.threads import Workers
 
 __all__ = [
@@ -50,6 +50,7 @@ _EMPTY = np.zeros(0, np.float32)
 # one that listens begins at once.
 _TASK_NANOSECONDS = 40_000.0
 _SHARED_NANOSECONDS = 4_000.0
+_CHUNKS = 6  # that a thread takes one after the other where all are equally fast
 _FMA_PER_NANOSECOND = 50.0
 _ELEMENTS_PER_NANOSECOND = 18.0
 
@@ -168,20 +169,20 @@ def _matmul(
 
 
 @intrinsic
-def _floats_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The pointer to float32 that an int64 is the address of."""
+def _pointer_at(typing_context, address, kind):  # type: ignore[no-untyped-def]
+    """The pointer that an int64 is the address of, to elements of the type of ``kind``."""
     del typing_context
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(address), codegen
+    return types.CPointer(kind)(address, kind), codegen
 
 
 @device_function
-def _array(fields, place):
+def _floats(fields, place):
     """The flat float32 array whose address and size :func:`_put_array` wrote."""
-    return carray(_floats_at(fields[place]), (fields[place + 1],), f32)  # type: ignore[call-overload]
+    return carray(_pointer_at(fields[place], f32(0.0)), (fields[place + 1],), f32)  # type: ignore[call-overload]
 
 
 @device_function
@@ -190,11 +191,28 @@ def _put_array(box, place, array):
     box[FIELDS + place + 1] = array.size
 
 
+@device_function
+def _chunks(
+    taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
+    end0, end1, c0, c1, c2,
+):  # fmt: skip
+    """Compute chunks of tasks until the other threads and this one have taken all."""
+    while True:
+        first = take(taken, 0, chunk)
+        if first >= tasks:
+            break
+        _matmul(
+            first, min(first + chunk, tasks), a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias,
+            has_bias, bf16, end0, end1, c0, c1, c2,
+        )  # fmt: skip
+
+
 def _run_job(pointer):  # type: ignore[no-untyped-def]
     f = carray(pointer, (BOX_WORDS - FIELDS,), types.int64)  # type: ignore[call-overload]
-    _matmul(
-        f[0], f[1], _array(f, 13), f[2], f[3], f[4], f[5], f[6], _array(f, 15), f[7], f[8], _array(f, 17), f[9] != 0,
-        f[10] != 0, f[11], f[12], _array(f, 19), _array(f, 21), _array(f, 23),
+    taken = carray(_pointer_at(f[13], int64(0)), (1,), int64)  # type: ignore[call-overload]
+    _chunks(
+        taken, f[0], f[1], _floats(f, 15), f[2], f[3], f[4], f[5], f[6], _floats(f, 17), f[7], f[8], _floats(f, 19),
+        f[9] != 0, f[10] != 0, f[11], f[12], _floats(f, 21), _floats(f, 23), _floats(f, 25),
     )  # fmt: skip
 
 
@@ -209,38 +227,45 @@ def _matmul_shared(
     boxes, job, tasks, least, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
     end0, end1, c0, c1, c2,
 ):  # fmt: skip
-    """:func:`_matmul` of all tasks, shared with the threads that listen; each gets at least ``least`` tasks."""
+    """:func:`_matmul` of all tasks, shared with the threads that listen; each takes ``least`` tasks or more at a time.
+
+    Whoever is done sooner takes more: the threads' speeds differ on a machine that others use too.
+    """
     claimed = np.zeros(len(boxes), np.bool_)
     parts = 1
     for i in range(len(boxes)):
         if (parts + 1) * least <= tasks and claim(boxes[i]):
             claimed[i] = True
             parts += 1
-    part = 1
+    chunk = max(least, -(-tasks // (_CHUNKS * parts)))
+    if parts == 1:
+        chunk = tasks
+    taken = np.zeros(1, np.int64)
     for i in range(len(boxes)):
         if claimed[i]:
             box = boxes[i]
             integers = (
-                tasks * part // parts, tasks * (part + 1) // parts, rows, depth, real, blocks, group_blocks, columns,
-                leaves, int64(has_bias), int64(bf16), end0, end1,
+                chunk, tasks, rows, depth, real, blocks, group_blocks, columns, leaves, int64(has_bias), int64(bf16),
+                end0, end1,
             )  # fmt: skip
             for j in range(13):
                 box[FIELDS + j] = integers[j]
-            _put_array(box, 13, a)
-            _put_array(box, 15, b)
-            _put_array(box, 17, bias)
-            _put_array(box, 19, c0)
-            _put_array(box, 21, c1)
-            _put_array(box, 23, c2)
+            _put_array(box, 13, taken)
+            _put_array(box, 15, a)
+            _put_array(box, 17, b)
+            _put_array(box, 19, bias)
+            _put_array(box, 21, c0)
+            _put_array(box, 23, c1)
+            _put_array(box, 25, c2)
             post(box, job)
-            part += 1
-    _matmul(
-        0, tasks // parts, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
+    _chunks(
+        taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
         end0, end1, c0, c1, c2,
     )  # fmt: skip
     for i in range(len(boxes)):
         if claimed[i]:
             collect(boxes[i])
+    return taken[0]  # used after the last collection, so that its memory is not given back before
 
 
 def _grain(rows: int, depth: int, pays: float = _TASK_NANOSECONDS) -> int:
@@ -360,7 +385,7 @@ def _run_matmul(
         _matmul_shared(boxes, _job(), tasks, least, *arguments)
         return
     grain = _grain(-(-rows // blocks), panels.depth)
-    if 2 * least <= tasks < 2 * grain:
+    if grain <= tasks < 2 * grain:
         workers.wake()  # too short to wait for those that sleep, but the next product can have them
     workers.run(_matmul, tasks, *arguments, grain=grain)
 

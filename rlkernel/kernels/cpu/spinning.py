@@ -97,6 +97,20 @@ def exchange(typing_context, words, index, expected, value):  # type: ignore[no-
 
 
 @intrinsic
+def take(typing_context, words, index, count):  # type: ignore[no-untyped-def]
+    """Add ``count`` to ``words[index]`` in one step; what it was before."""
+    del typing_context
+    if not _is_words(words):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, signature, arguments, arguments[1])
+        return builder.atomic_rmw("add", place, arguments[2], "acq_rel")
+
+    return types.int64(words, types.int64, types.int64), codegen
+
+
+@intrinsic
 def _call(typing_context, words, address, index):  # type: ignore[no-untyped-def]
     """Call the C function at ``words[address]`` with a pointer to ``words[index]``."""
     del typing_context
