@@ -124,7 +124,7 @@ class Participant:
 def _refusal(message: Message, error: Exception) -> Refused:
     """A lack of memory or room is one to resume after; what is no error of vime is named."""
     if isinstance(error, (OSError, MemoryError)):
-        reason = f"there is no room for version {message.version}: {error or type(error).__name__}"
+        reason = f"has no room for version {message.version}: {str(error) or type(error).__name__}"
         return Refused(message.version, message.attempt, message.kind, Interrupted.__name__, reason)
     name = type(error).__name__ if isinstance(error, VimeError) else InvariantViolation.__name__
-    return Refused(message.version, message.attempt, message.kind, name, str(error))
+    return Refused(message.version, message.attempt, message.kind, name, f"refuses version {message.version}: {error}")
