@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from rlkernel.kernels.cpu import gemm
+from rlkernel.kernels.cpu import gemm, threads
 from rlkernel.kernels.cpu.gemm import matmul, pack_rows
 from rlkernel.kernels.cpu.spinning import ASLEEP, LISTENING, STATE
 from rlkernel.kernels.cpu.threads import ThreadPool, Workers
@@ -33,8 +33,9 @@ def listening(pool: ThreadPool) -> bool:
 
 @pytest.fixture
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every product is worth another thread; how many threads each of them could have is noted."""
+    """Every product is worth another thread, which listens on and on; how many each could have is noted."""
     monkeypatch.setattr(gemm, "_SHARED_NANOSECONDS", 1.0)
+    monkeypatch.setattr(threads, "turns_of_a_wait", lambda: 1 << 50)
     noted: list[int] = []
     whole = Workers.listeners
 
