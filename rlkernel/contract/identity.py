@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,6 +46,14 @@ class TensorEntry:
             "dtype": self.dtype,
             "digest": "".join(f"{lane:016x}" for lane in self.lanes),
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorEntry:
+        """Inverse of :meth:`as_json`. Raises KeyError or ValueError for anything else."""
+        lanes = data["digest"]
+        if set(data) != {"name", "shape", "dtype", "digest"} or len(lanes) != 32:
+            raise ValueError(f"an entry of a manifest is {dict(data)}")
+        return cls(data["name"], tuple(data["shape"]), data["dtype"], (int(lanes[:16], 16), int(lanes[16:], 16)))
 
 
 def manifest_digest(entries: Iterable[TensorEntry]) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from rlkernel.kernels.cpu import gemm, threads
 from rlkernel.kernels.cpu.gemm import matmul, pack_rows
-from rlkernel.kernels.cpu.spinning import ASLEEP, LISTENING, STATE
+from rlkernel.kernels.cpu.spinning import ASLEEP, JOB, LISTENING, STATE
 from rlkernel.kernels.cpu.threads import ThreadPool, Workers
 
 DRAW = np.random.default_rng(0)
@@ -58,7 +58,9 @@ def test_products_of_threads_that_listen_have_the_same_bits(everything_is_shared
         for _ in range(200):
             found = matmul(LEFT, panels, workers, **case)
             assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
-    assert sum(everything_is_shared) > 50, "no product was shared"
+    assert sum(everything_is_shared) > 900, "products were not shared"
+    assert workers._pool is not None
+    assert workers._pool._boxes[0, JOB] != 0, "the thread never had a job"
     workers.close()
 
 
@@ -144,7 +146,8 @@ def test_threads_leave_their_callers_processor() -> None:
             workers._pool.submit(time.sleep, 0).result()
             thread = workers._pool._threads[0].native_id
             assert thread is not None
-            assert workers._pool._left not in os.sched_getaffinity(thread)
+            assert workers._pool._left in whole
+            assert os.sched_getaffinity(thread) == whole - {workers._pool._left}
     finally:
         os.sched_setaffinity(0, whole)
     workers.close()

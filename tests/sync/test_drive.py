@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Thread
 
 import pytest
 
 from tests.sync.virtual import HeldEngine, Journal, Store, digest_of, entries_of, weights_of
 from vime.sync.coordinator import Coordinator, Deadlines, Publication
 from vime.sync.drive import ChannelClosed, LocalChannel, drive
+from vime.sync.messages import Refused, RolledBack, decode, encode
 from vime.sync.participant import Participant
 
 
@@ -65,3 +71,84 @@ def test_no_memory_is_a_reason_to_resume_after() -> None:
     outcome = drive(coordinator, {"e0": LocalChannel(Participant(engine, store))}, clock=lambda: 0.0)
     assert (outcome.rolled_back, outcome.error) == (True, "Interrupted")
     assert outcome.reason == "engine e0 has no room for version 0: MemoryError"
+
+
+class Piped:
+    """The way to an engine behind a pipe, which a thread serves until the pipe is closed."""
+
+    def __init__(self, participant: Participant, answers: int | None = None) -> None:
+        self.connection, other = Pipe()
+        Thread(target=self._serve, args=(other, participant, answers), daemon=True).start()
+
+    @staticmethod
+    def _serve(connection: Connection, participant: Participant, answers: int | None) -> None:
+        with suppress(EOFError):
+            while answers is None or answers > 0:
+                answer = participant.answer(decode(connection.recv_bytes()))
+                if answer is not None:
+                    connection.send_bytes(encode(answer))
+                answers = None if answers is None else answers - 1
+        connection.close()
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self.connection.send_bytes(frame)
+        except OSError as error:
+            raise ChannelClosed("the pipe is closed") from error
+
+    def receive(self) -> bytes | None:
+        try:
+            return self.connection.recv_bytes() if self.connection.poll() else None
+        except EOFError as error:
+            raise ChannelClosed("the pipe is closed") from error
+
+
+def test_engines_behind_connections_and_here_follow_together() -> None:
+    store = Store(random.Random(0), damage=0.0)
+    engines = {name: HeldEngine(name) for name in ("here", "there")}
+    channels = {
+        "here": LocalChannel(Participant(engines["here"], store)),
+        "there": Piped(Participant(engines["there"], store)),
+    }
+    coordinator = Coordinator(list(engines), Journal())
+    for version in range(3):
+        publication = published(store, version)
+        coordinator.publish(time.monotonic(), publication)
+        assert set(drive(coordinator, channels).committed) == set(engines)
+        assert {engine.token() for engine in engines.values()} == {(version, publication.digest)}
+
+
+def test_a_connection_that_ends_after_the_decision_loses_its_engine_alone() -> None:
+    store = Store(random.Random(0), damage=0.0)
+    engines = {name: HeldEngine(name) for name in ("here", "there")}
+    channels = {
+        "here": LocalChannel(Participant(engines["here"], store)),
+        "there": Piped(Participant(engines["there"], store), answers=1),
+    }
+    coordinator = Coordinator(list(engines), Journal())
+    publication = published(store, 0)
+    coordinator.publish(time.monotonic(), publication)
+    outcome = drive(coordinator, channels)
+    assert (outcome.committed, outcome.lost, outcome.rolled_back) == (("here",), ("there",), False)
+    assert coordinator.live == ("here",)
+    assert engines["here"].token() == (0, publication.digest)
+
+
+def test_an_engine_that_goes_after_it_rolled_back_gets_no_requests() -> None:
+    store = Store(random.Random(0), damage=0.0)
+    journal = Journal()
+    coordinator = Coordinator(["e0", "e1"], journal)
+    coordinator.publish(0.0, published(store, 0))
+    coordinator.lose(0.0, "e1", "gone")
+    coordinator.receive(0.0, "e0", RolledBack(0, 0, None, ""))
+    assert not coordinator.busy
+    assert coordinator.live == ("e0",)
+
+    coordinator = Coordinator(["e0", "e1"], journal)
+    coordinator.publish(0.0, published(store, 0))
+    coordinator.receive(0.0, "e1", Refused(0, 0, "stage", "Interrupted", "has no room"))
+    coordinator.receive(0.0, "e0", RolledBack(0, 0, None, ""))
+    coordinator.lose(0.0, "e0", "gone")
+    coordinator.receive(0.0, "e1", RolledBack(0, 0, None, ""))
+    assert coordinator.live == ("e1",)
+    assert coordinator.outcome.lost == ("e0",)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.sync.virtual import DEADLINES, Faults, World
+from tests.sync.virtual import DEADLINES, Faults, HeldEngine, World
+from vime.rollout.interface import CommittedVersion
 from vime.sync.messages import encode
 
 
@@ -117,3 +126,16 @@ class Syncs(RuleBasedStateMachine):
 
 Syncs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestSyncs = Syncs.TestCase
+
+
+def test_the_search_finds_an_engine_that_does_not_look_at_what_it_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(self: HeldEngine, version: int, digest: str) -> CommittedVersion:
+        staged = self.slots._staged
+        assert staged is not None
+        self.slots.commit(staged)
+        return CommittedVersion(version, digest)
+
+    monkeypatch.setattr(HeldEngine, "commit_weights", commit)
+    search = settings(max_examples=2000, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Syncs, settings=search)

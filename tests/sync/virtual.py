@@ -170,6 +170,7 @@ class World:
         self.tokens: list[tuple[str, int, str]] = []
         self.seen: Counter[str] = Counter()
         self.violations: list[str] = []
+        self.given_up = False  # a trainer was killed that had never decided, and took its sync along
 
     # time
 
@@ -255,6 +256,7 @@ class World:
             list(self.engines), self.journal, DEADLINES, first_attempt=1000 * self.seen["trainers killed"],
             committed=self.journal.last,
         )  # fmt: skip
+        self.given_up = self.journal.last is None
         if self.journal.last is not None:
             self.coordinator.catch_up(self.now, list(self.engines), self.publication(self.journal.last[0]))
 
@@ -287,10 +289,11 @@ class World:
             killed = self.seen["trainers killed"] + 1
             if self.now - began > killed * (DEADLINES.stage + 2 * DEADLINES.end):
                 raise Hanging("a sync hangs past its deadline")
-        return None if self.coordinator.idle else self.coordinator.outcome
+        return None if self.given_up else self.coordinator.outcome
 
     def synchronise(self, version: int) -> Outcome | None:
         """Publish a version and wait for the end."""
+        self.given_up = False
         self.coordinator.publish(self.now, self.publication(version))
         self.journal.events.append(("published", str(version), *self.coordinator.live))
         return self.finish()

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from rlkernel.contract.identity import TensorEntry, manifest_digest
-from vime.errors import Interrupted, InvariantViolation, VimeError
+from vime.errors import Interrupted, InvariantViolation
 from vime.sync.messages import (
     Commit,
     Committed,
@@ -91,6 +91,8 @@ class Step(Enum):
 
 
 _ENDS = (Step.COMMITTED, Step.ROLLED_BACK, Step.LOST)
+_INTERRUPTED, _VIOLATED = Interrupted.__name__, InvariantViolation.__name__
+_WAITING = (Step.STAGE, Step.COMMIT, Step.ROLLBACK)  # for an answer
 
 
 @dataclass
@@ -129,10 +131,6 @@ class Outcome:
     rolled_back: bool
     reason: str
     error: str
-
-
-def _name(error: type[VimeError] | str) -> str:
-    return error if isinstance(error, str) else error.__name__
 
 
 def _named(version: tuple[int, str] | None) -> str:
@@ -176,11 +174,6 @@ class Coordinator:
     def busy(self) -> bool:
         """Whether a sync has not ended."""
         return self._sync is not None
-
-    @property
-    def idle(self) -> bool:
-        """Whether no sync was begun yet."""
-        return self._sync is None and self._outcome is None
 
     @property
     def outcome(self) -> Outcome:
@@ -227,10 +220,10 @@ class Coordinator:
                 self._live[engine] = False
                 self._journal.lost(engine, reason)
             return
-        if sync.peers[engine].step not in _ENDS or sync.peers[engine].step is Step.COMMITTED:
+        if sync.peers[engine].step is not Step.LOST:
             self._drop(engine, reason)
         if not sync.decided and not sync.reason:
-            self._roll_back(now, Interrupted, f"engine {engine} was lost: {reason}")
+            self._roll_back(now, _INTERRUPTED, f"engine {engine} was lost: {reason}")
         self._end_if_all_have()
 
     def receive(self, now: float, engine: str, message: Message) -> None:
@@ -267,7 +260,7 @@ class Coordinator:
         if now >= sync.deadline:
             self._over(now)
         for engine, peer in sync.peers.items() if self._sync is not None else ():
-            if now >= peer.due and peer.step in (Step.STAGE, Step.COMMIT, Step.ROLLBACK):
+            if now >= peer.due and peer.step in _WAITING:
                 self._ask(now, engine)
         self._end_if_all_have()
 
@@ -276,8 +269,7 @@ class Coordinator:
         """When :meth:`tick` has something to do; None without a sync."""
         if self._sync is None:
             return None
-        waiting = (Step.STAGE, Step.COMMIT, Step.ROLLBACK)
-        return min([self._sync.deadline, *(p.due for p in self._sync.peers.values() if p.step in waiting)])
+        return min([self._sync.deadline, *(p.due for p in self._sync.peers.values() if p.step in _WAITING)])
 
     # inside
 
@@ -320,7 +312,7 @@ class Coordinator:
         self._journal.staged(engine, message.digest)
         difference = self._difference(message)
         if difference:
-            return self._fail(now, engine, InvariantViolation, difference)
+            return self._fail(now, engine, _VIOLATED, difference)
         self._journal.verified(engine)
         peer.step = Step.VERIFIED
         if sync.decided:
@@ -358,11 +350,11 @@ class Coordinator:
             )
             self._drop(engine, reason)
             if not sync.decided and not sync.reason:
-                self._roll_back(now, InvariantViolation, f"engine {engine} {reason}")
+                self._roll_back(now, _VIOLATED, f"engine {engine} {reason}")
             raise InvariantViolation(f"engine {engine} {reason}")
         if peer.step is Step.STAGE and not sync.decided:
             return self._fail(
-                now, engine, InvariantViolation, f"serves version {message.version} already, before it was decided"
+                now, engine, _VIOLATED, f"serves version {message.version} already, before it was decided"
             )
         if peer.step is Step.ROLLBACK:
             return self._drop(engine, f"serves version {message.version}, which was rolled back")
@@ -390,7 +382,7 @@ class Coordinator:
         elif message.call == "commit" and peer.step is Step.COMMIT:
             self._fail(now, engine, message.error, message.reason)
 
-    def _fail(self, now: float, engine: str, error: type[VimeError] | str, reason: str) -> None:
+    def _fail(self, now: float, engine: str, error: str, reason: str) -> None:
         """What an engine did before the decision is the end of the attempt; after it, of what it has staged."""
         sync, peer = self._running(), self._running().peers[engine]
         peer.reason = reason
@@ -399,9 +391,9 @@ class Coordinator:
             return
         self._drop(engine, reason, error)
 
-    def _roll_back(self, now: float, error: type[VimeError] | str, reason: str) -> None:
+    def _roll_back(self, now: float, error: str, reason: str) -> None:
         sync = self._running()
-        sync.error = _name(error)
+        sync.error = error
         sync.reason, sync.deadline = reason, now + self._deadlines.end
         for engine, peer in sync.peers.items():
             if peer.step is not Step.LOST:
@@ -414,14 +406,14 @@ class Coordinator:
         late = [engine for engine, peer in sync.peers.items() if peer.step not in (*_ENDS, Step.VERIFIED)]
         if not sync.decided and not sync.reason:
             said = "; ".join(f"engine {engine} {sync.peers[engine].reason}" for engine in late)
-            self._roll_back(now, Interrupted, f"not staged everywhere after {self._deadlines.stage:g} s: {said}")
+            self._roll_back(now, _INTERRUPTED, f"not staged everywhere after {self._deadlines.stage:g} s: {said}")
             return
         for engine in late:
             self._drop(engine, f"did not {sync.peers[engine].step.value} in time: {sync.peers[engine].reason}")
 
-    def _drop(self, engine: str, reason: str, error: type[VimeError] | str = Interrupted) -> None:
+    def _drop(self, engine: str, reason: str, error: str = _INTERRUPTED) -> None:
         peer = self._running().peers[engine]
-        peer.step, peer.reason, peer.error = Step.LOST, reason, _name(error)
+        peer.step, peer.reason, peer.error = Step.LOST, reason, error
         if self._live[engine]:
             self._live[engine] = False
             self._journal.lost(engine, reason)

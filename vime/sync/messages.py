@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from rlkernel.contract.identity import TensorEntry
@@ -102,9 +102,9 @@ _KINDS = {kind.kind: kind for kind in (*REQUESTS, *REPLIES)}
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    data = asdict(message)
+    data = {field.name: getattr(message, field.name) for field in fields(message)}
     if isinstance(message, Staged):
-        data["manifest"] = [[e.name, list(e.shape), e.dtype, [str(lane) for lane in e.lanes]] for e in message.manifest]
+        data["manifest"] = [entry.as_json() for entry in message.manifest]
     return data
 
 
@@ -125,12 +125,9 @@ def decode(frame: bytes) -> Message:
         if set(data) != {field.name for field in fields(kind)}:
             raise KeyError(f"{kind.kind} has the fields {sorted(data)}")
         if kind is Staged:
-            data["manifest"] = tuple(
-                TensorEntry(name, tuple(shape), dtype, (int(lanes[0]), int(lanes[1])))
-                for name, shape, dtype, lanes in data["manifest"]
-            )
+            data["manifest"] = tuple(TensorEntry.from_json(entry) for entry in data["manifest"])
         return kind(**data)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a message of another version of vime: {error}") from error
 
 

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from numba import carray, int64, types
 from numba import float32 as f32
-from numba.extending import intrinsic
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
 from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
-from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, claim, collect, post, take
+from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, array_at, claim, collect, post, put_array, take
 from rlkernel.kernels.cpu.threads import Workers
 
 __all__ = [
@@ -168,29 +167,6 @@ def _matmul(
             part += 1
 
 
-@intrinsic
-def _pointer_at(typing_context, address, kind):  # type: ignore[no-untyped-def]
-    """The pointer that an int64 is the address of, to elements of the type of ``kind``."""
-    del typing_context
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(kind)(address, kind), codegen
-
-
-@device_function
-def _floats(fields, place):
-    """The flat float32 array whose address and size :func:`_put_array` wrote."""
-    return carray(_pointer_at(fields[place], f32(0.0)), (fields[place + 1],), f32)  # type: ignore[call-overload]
-
-
-@device_function
-def _put_array(box, place, array):
-    box[FIELDS + place] = array.ctypes.data
-    box[FIELDS + place + 1] = array.size
-
-
 @device_function
 def _chunks(
     taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
@@ -208,11 +184,13 @@ def _chunks(
 
 
 def _run_job(pointer):  # type: ignore[no-untyped-def]
-    f = carray(pointer, (BOX_WORDS - FIELDS,), types.int64)  # type: ignore[call-overload]
-    taken = carray(_pointer_at(f[13], int64(0)), (1,), int64)  # type: ignore[call-overload]
+    f = carray(pointer, (BOX_WORDS - FIELDS,), int64)  # type: ignore[call-overload]
+    taken, one = array_at(f, 13, int64(0)), f32(0.0)
+    a, b, bias = array_at(f, 15, one), array_at(f, 17, one), array_at(f, 19, one)
+    c0, c1, c2 = array_at(f, 21, one), array_at(f, 23, one), array_at(f, 25, one)
     _chunks(
-        taken, f[0], f[1], _floats(f, 15), f[2], f[3], f[4], f[5], f[6], _floats(f, 17), f[7], f[8], _floats(f, 19),
-        f[9] != 0, f[10] != 0, f[11], f[12], _floats(f, 21), _floats(f, 23), _floats(f, 25),
+        taken, f[0], f[1], a, f[2], f[3], f[4], f[5], f[6], b, f[7], f[8], bias, f[9] != 0, f[10] != 0, f[11], f[12],
+        c0, c1, c2,
     )  # fmt: skip
 
 
@@ -250,13 +228,13 @@ def _matmul_shared(
             )  # fmt: skip
             for j in range(13):
                 box[FIELDS + j] = integers[j]
-            _put_array(box, 13, taken)
-            _put_array(box, 15, a)
-            _put_array(box, 17, b)
-            _put_array(box, 19, bias)
-            _put_array(box, 21, c0)
-            _put_array(box, 23, c1)
-            _put_array(box, 25, c2)
+            put_array(box, 13, taken)
+            put_array(box, 15, a)
+            put_array(box, 17, b)
+            put_array(box, 19, bias)
+            put_array(box, 21, c0)
+            put_array(box, 23, c1)
+            put_array(box, 25, c2)
             post(box, job)
     _chunks(
         taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,21 @@ def cache_folder() -> Path:
     return _user_cache_root() / "rlkernel" / toolchain / source_digest()[:32]
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a kernel: no GIL, NumPy's division semantics, no fast math, cached by all sources."""
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """What is compiled meanwhile is kept in :func:`cache_folder`."""
     previous = getattr(config, "CACHE_DIR", "")
     setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010 (the module's attributes are made at run time)
     try:
-        return numba.njit(nogil=True, error_model="numpy", fastmath=False, cache=True)(function)
+        yield
     finally:
         setattr(config, "CACHE_DIR", previous)  # noqa: B010
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile a kernel: no GIL, NumPy's division semantics, no fast math, cached by all sources."""
+    with _own_cache():
+        return numba.njit(nogil=True, error_model="numpy", fastmath=False, cache=True)(function)
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -67,9 +75,5 @@ def device_function(function: Callable[..., Any]) -> Any:
 
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
     """Compile a function with a C address, which compiled code of other threads can call; as :func:`kernel` else."""
-    previous = getattr(config, "CACHE_DIR", "")
-    setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010
-    try:
+    with _own_cache():
         return numba.cfunc(signature, error_model="numpy", fastmath=False, cache=True)(function)
-    finally:
-        setattr(config, "CACHE_DIR", previous)  # noqa: B010

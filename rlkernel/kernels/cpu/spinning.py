@@ -19,7 +19,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from rlkernel.kernels.cpu.jit import device_function, kernel
@@ -153,6 +153,30 @@ def listen(box, posted, seen, turns, told):
         left -= 1
         if (left < 0 or look(posted, 0) != seen) and (not takes or exchange(box, STATE, LISTENING, ASLEEP)):
             break
+
+
+@intrinsic
+def _pointer_at(typing_context, address, kind):  # type: ignore[no-untyped-def]
+    """The pointer that an int64 is the address of, to elements of the type of ``kind``."""
+    del typing_context
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind)(address, kind), codegen
+
+
+@device_function
+def put_array(box, field, array):
+    """Write address and size of a flat array into two fields; its owner keeps it until the job is done."""
+    box[FIELDS + field] = array.ctypes.data
+    box[FIELDS + field + 1] = array.size
+
+
+@device_function
+def array_at(fields, field, kind):
+    """The flat array that :func:`put_array` wrote, of elements of the type of ``kind``."""
+    return carray(_pointer_at(fields[field], kind), (fields[field + 1],))  # type: ignore[call-overload]
 
 
 @device_function

@@ -23,6 +23,9 @@ from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even, subnormals_survive
 from rlkernel.kernels.cpu.spinning import ASLEEP, BOX_WORDS, LISTENING, STATE, listen, turns_of_a_wait
 
+Words = NDArray[np.int64]
+_NONE = np.zeros(0, np.int64)
+
 
 def _find_getcpu() -> Callable[[], int]:
     """The C library's ``sched_getcpu``; -1 always where there is none."""
@@ -95,10 +98,6 @@ class _Bell:
         return queue.get()
 
 
-Words = NDArray[np.int64]
-_NONE = np.zeros(0, np.int64)
-
-
 def _serve(tasks: SimpleQueue[Any], posted: _Bell, answered: _Bell, box: Words) -> None:
     while (task := posted.wait_for(tasks, answered.count, box)) is not None:
         pending, function, arguments = task
@@ -150,7 +149,7 @@ class ThreadPool:
         self._posted.ring()
         return pending
 
-    def listeners(self) -> NDArray[np.int64] | None:
+    def listeners(self) -> Words | None:
         """The boxes of :mod:`rlkernel.kernels.cpu.spinning`, a row a thread, if any of the threads listens now."""
         if not (self._boxes[:, STATE] == LISTENING).any():
             return None
@@ -268,7 +267,7 @@ class Workers:
         if errors:
             raise errors[0]
 
-    def listeners(self) -> NDArray[np.int64] | None:
+    def listeners(self) -> Words | None:
         """Boxes for jobs of compiled callers, if threads listen that this caller can have; see :class:`ThreadPool`."""
         return None if self._pool is None else self._pool.listeners()
 
