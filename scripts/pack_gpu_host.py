@@ -5,7 +5,7 @@
     bash OUT/unpack.sh SITE                              on the host; then: export PYTHONPATH=SITE
 
 Without ``--vllm``: the packages that vime itself needs beside torch, NumPy and Triton (a few MiB). With it also
-vLLM 0.26.0, the newest release for that torch, in about 58 MiB: only what a dense or mixture-of-experts model in
+vLLM 0.26.0, the newest release for that torch, in about 55 MiB: only what a dense or mixture-of-experts model in
 bfloat16 needs, and in its shared objects only the code of sm_90 (the other images are zeroed where they lie, so that
 nothing moves and xz removes them). On the host also set VLLM_USE_FLASHINFER_SAMPLER=0 and HF_HUB_OFFLINE=1.
 """
@@ -36,6 +36,7 @@ VIME_NEEDS = [
     "annotated-types",
     "typing-inspection",
     "msgspec",
+    "gguf",
 ]
 VLLM_NEEDS = [
     "apache-tvm-ffi",
@@ -83,11 +84,15 @@ UNPACK = """#!/bin/bash
 # bash unpack.sh SITE
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+scratch=$(mktemp -d)
 mkdir -p "$1"
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$1" "$here"/wheels/*.whl
-[ ! -f "$here/vllm.tar.xz" ] || python3 -c \\
-    "import sys, tarfile; tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2], filter='data')" \\
-    "$here/vllm.tar.xz" "$1"
+extract() {
+    python3 -c "import sys, tarfile; tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2], filter='data')" "$1" "$2"
+}
+extract "$here/wheels.tar.xz" "$scratch"
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$1" "$scratch"/*.whl
+rm -r "$scratch"
+[ ! -f "$here/vllm.tar.xz" ] || extract "$here/vllm.tar.xz" "$1"
 """
 
 
@@ -150,9 +155,28 @@ def pack_vllm(out: Path) -> None:
             blob = bytearray((tree / name).read_bytes())
             blank_other_architectures(blob)
             (tree / name).write_bytes(blob)
-        with lzma.open(out / "vllm.tar.xz", "wb", preset=9) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-            for entry in sorted(tree.iterdir()):
-                tar.add(entry, entry.name)
+        pack(tree, out / "vllm.tar.xz")
+
+
+def pack(tree: Path, archive: Path) -> None:
+    """What lies in ``tree``, as a .tar.xz."""
+    with lzma.open(archive, "wb", preset=9) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        for entry in sorted(tree.iterdir()):
+            tar.add(entry, entry.name)
+
+
+def pack_wheels(requirements: list[str], out: Path) -> int:
+    """``wheels.tar.xz`` in ``out``, from wheels that are not compressed themselves; returns how many."""
+    with tempfile.TemporaryDirectory() as scratch:
+        compressed, plain = Path(scratch) / "compressed", Path(scratch) / "plain"
+        plain.mkdir()
+        download(requirements, compressed)
+        for wheel in compressed.iterdir():
+            with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(plain / wheel.name, "w") as target:
+                for member in source.infolist():
+                    target.writestr(member.filename, source.read(member))
+        pack(plain, out / "wheels.tar.xz")
+        return len(list(plain.iterdir()))
 
 
 def main() -> int:
@@ -161,14 +185,13 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--vllm", action="store_true")
     given = parser.parse_args()
-    wheels = given.out / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    download([*VIME_NEEDS, *(VLLM_NEEDS if given.vllm else [])], wheels)
+    given.out.mkdir(parents=True, exist_ok=True)
+    wheels = pack_wheels([*VIME_NEEDS, *(VLLM_NEEDS if given.vllm else [])], given.out)
     if given.vllm:
         pack_vllm(given.out)
     (given.out / "unpack.sh").write_text(UNPACK)
     total = sum(file.stat().st_size for file in given.out.rglob("*") if file.is_file())
-    print(f"{given.out}: {total / 2**20:.1f} MiB, {len(list(wheels.iterdir()))} wheels")
+    print(f"{given.out}: {total / 2**20:.1f} MiB, {wheels} wheels")
     return 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkernel.errors import ContractError
+from rlkernel.kernels.cpu.memory import aligned_zeros
 
 EMBEDDING_PART = "#embedding"
 
@@ -34,7 +35,7 @@ class Gradients:
         self._current = self._zeros()
 
     def _zeros(self) -> dict[str, NDArray[np.float32]]:
-        return {name: np.zeros(shape, np.float32) for name, shape in self._shapes.items()}
+        return {name: aligned_zeros(shape) for name, shape in self._shapes.items()}
 
     def buffer(self, name: str) -> NDArray[np.float32]:
         """The running chain of a logical tensor, to be continued in place."""

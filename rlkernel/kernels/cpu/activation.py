@@ -7,6 +7,7 @@ from numba import float32 as f32
 
 from rlkernel.kernels.cpu.convert import Float32, require
 from rlkernel.kernels.cpu.jit import kernel
+from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.primitives import cast, fma, sigmoid
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -47,7 +48,7 @@ def swiglu(gate: Float32, up: Float32, workers: Workers, bf16: bool) -> Float32:
     """
     require("gate of swiglu", gate, np.float32, *gate.shape)
     require("up of swiglu", up, np.float32, *gate.shape)
-    out = np.empty_like(gate)
+    out = aligned_empty(gate.shape)
     flat = (gate.reshape(-1), up.reshape(-1), out.reshape(-1))
     workers.run(_swiglu, gate.size, *flat, bf16, grain=_ELEMENTS)
     return out
@@ -65,8 +66,7 @@ def swiglu_backward(dy: Float32, gate: Float32, up: Float32, workers: Workers, b
     require("gate of swiglu_backward", gate, np.float32, *gate.shape)
     require("up of swiglu_backward", up, np.float32, *gate.shape)
     require("dy of swiglu_backward", dy, np.float32, *gate.shape)
-    dgate = np.empty_like(gate)
-    dup = np.empty_like(gate)
+    dgate, dup = aligned_empty(gate.shape), aligned_empty(gate.shape)
     flat = [array.reshape(-1) for array in (dy, gate, up, dgate, dup)]
     workers.run(_swiglu_backward, gate.size, *flat, bf16, grain=_ELEMENTS)
     return dgate, dup

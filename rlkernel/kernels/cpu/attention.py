@@ -33,6 +33,7 @@ from rlkernel.kernels.cpu.attention_tile import (
     element_address,
 )
 from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.memory import aligned_empty, aligned_scratch
 from rlkernel.kernels.cpu.microkernel import LANES
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, log2_full, maximum, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
@@ -238,7 +239,7 @@ def attention(
     block_table, starts = expect("block_table", block_table, np.int32), expect("starts", starts, np.int32)
     positions = expect("positions", positions, np.int32)
     tiles, costs = _tiles(q, k_pages, v_pages, block_table, starts, positions)
-    out = np.empty(q.shape, np.float32)
+    out = aligned_empty(q.shape)
     lse2 = np.empty(q.shape[:2], np.float32)
     if not len(tiles):
         return out, lse2
@@ -263,14 +264,6 @@ def balanced_bounds(costs: I64, parts: int) -> I64:
     total = np.cumsum(costs)
     targets = total[-1] * np.arange(1, parts, dtype=np.int64) // parts
     return np.concatenate(([0], np.searchsorted(total, targets, side="left") + 1, [len(costs)])).clip(0, len(costs))
-
-
-def aligned_scratch(workers: int, size: int) -> F32:
-    """f32[workers, size or more], rows on cache lines (a vector load across two lines costs two)."""
-    size = -(-size // 16) * 16
-    raw = np.empty(workers * size + 16, np.float32)
-    first = (-raw.ctypes.data // 4) % 16
-    return raw[first : first + workers * size].reshape(workers, size)
 
 
 def _tiles(q: F32, k_pages: F32, v_pages: F32, block_table: I32, starts: I32, positions: I32) -> tuple[I64, I64]:

@@ -15,10 +15,10 @@ import numpy as np
 from numba import int64
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu.attention import aligned_scratch
 from rlkernel.kernels.cpu.attention_pages import F32, I32, I64, expect
 from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, chain_block, chain_lower, chain_upper, element_address
 from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.memory import aligned_empty, aligned_scratch
 from rlkernel.kernels.cpu.microkernel import LANES
 from rlkernel.kernels.cpu.primitives import cast, exp2_full, exp2_p3, fma, round_bf16
 from rlkernel.kernels.cpu.threads import Workers
@@ -197,7 +197,7 @@ def attention_backward(
     starts = expect("starts", starts, np.int32)
     _check(dout, q, k, v, out, lse2, starts)
     depth = q.shape[2]
-    dq, dk, dv = np.empty(q.shape, np.float32), np.empty(k.shape, np.float32), np.empty(v.shape, np.float32)
+    dq, dk, dv = aligned_empty(q.shape), aligned_empty(k.shape), aligned_empty(v.shape)
     if not len(q):
         return dq, dk, dv
     delta = np.empty(q.shape[:2], np.float32)

@@ -16,6 +16,7 @@ from numba import int64
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.attention_tile import KEY_BLOCK, copy_eight, copy_sixteen, element_address, prefetch
 from rlkernel.kernels.cpu.jit import device_function, kernel
+from rlkernel.kernels.cpu.memory import aligned_zeros
 from rlkernel.kernels.cpu.threads import Workers
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -156,8 +157,8 @@ def pages_from_sequences(
     width = int(needed.max(initial=1))
     columns = np.arange(width)
     table = np.where(columns < needed[:, None], first[:, None] + columns, 0).astype(np.int32)
-    k_pages = np.zeros((int(needed.sum()), k.shape[1], k.shape[2], page), np.float32)
-    v_pages = np.zeros((int(needed.sum()), k.shape[1], page, k.shape[2]), np.float32)
+    k_pages = aligned_zeros((int(needed.sum()), k.shape[1], k.shape[2], page))
+    v_pages = aligned_zeros((int(needed.sum()), k.shape[1], page, k.shape[2]))
     slots = np.repeat(first * page - begin, counts) + np.arange(k.shape[0])
     append_kv(k, v, k_pages, v_pages, slots, workers)
     return k_pages, v_pages, table

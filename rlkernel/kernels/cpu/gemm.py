@@ -18,6 +18,7 @@ from numba import float32 as f32
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
+from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
 from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
@@ -297,7 +298,7 @@ def matmul(
     """
     rows = _check_left(a, panels)
     if out is None:
-        out = np.empty((rows, panels.rows), np.float32)
+        out = aligned_empty((rows, panels.rows))
     else:
         _check_float32("the output of a matmul", out, (rows, panels.rows))
     _run_matmul(a, panels, [out], workers, leaves, bias, bf16, real)
@@ -315,7 +316,7 @@ def matmul_parts(
     if not 1 <= len(widths) <= _MOST_PARTS or min(widths) < 1 or sum(widths) != panels.rows:
         raise ContractError(f"parts of {list(widths)} columns are not a cut of {panels.rows} columns")
     rows = _check_left(a, panels)
-    parts = [np.empty((rows, width), np.float32) for width in widths]
+    parts = [aligned_empty((rows, width)) for width in widths]
     _run_matmul(a, panels, parts, workers, 1, bias, bf16)
     return parts
 

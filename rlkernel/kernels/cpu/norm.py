@@ -7,6 +7,7 @@ from numba import float32 as f32
 
 from rlkernel.kernels.cpu.convert import Float32, require
 from rlkernel.kernels.cpu.jit import kernel
+from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.primitives import cast, fma
 from rlkernel.kernels.cpu.reductions import LANES, lane_dot
 from rlkernel.kernels.cpu.threads import Workers
@@ -87,7 +88,7 @@ def rms_norm(x: Float32, w: Float32, eps: float | np.float32, workers: Workers, 
     require("x of rms_norm", x, np.float32, None, None)
     rows, columns = x.shape
     require("w of rms_norm", w, np.float32, columns)
-    y = np.empty_like(x)
+    y = aligned_empty(x.shape)
     inv_rms = np.empty(rows, dtype=np.float32)
     grain = 1 + _ELEMENTS // max(1, columns)
     workers.run(_rms_norm, rows, x, w, np.float32(eps), y, inv_rms, bf16, grain=grain)
@@ -117,7 +118,7 @@ def rms_norm_backward(
     require("w of rms_norm_backward", w, np.float32, columns)
     require("inv_rms of rms_norm_backward", inv_rms, np.float32, rows)
     require("dw_acc of rms_norm_backward", dw_acc, np.float32, columns)
-    dx = np.empty_like(x)
+    dx = aligned_empty(x.shape)
     workers.run(_rms_norm_dx, rows, dy, x, w, inv_rms, dx, bf16, grain=1 + _ELEMENTS // max(1, columns))
     # a cache line of columns at least, so that two threads do not write the same one
     workers.run(_rms_norm_dw, columns, dy, x, inv_rms, dw_acc, grain=max(16, _ELEMENTS // max(1, rows)))
@@ -132,6 +133,6 @@ def residual_add(a: Float32, b: Float32, workers: Workers, bf16: bool) -> Float3
     """
     require("a of residual_add", a, np.float32, *a.shape)
     require("b of residual_add", b, np.float32, *a.shape)
-    out = np.empty_like(a)
+    out = aligned_empty(a.shape)
     workers.run(_add, a.size, a.reshape(-1), b.reshape(-1), out.reshape(-1), bf16, grain=_ELEMENTS)
     return out

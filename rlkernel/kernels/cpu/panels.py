@@ -16,6 +16,7 @@ from numba.extending import overload
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import kernel
+from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.microkernel import PANEL_WIDTH, copy_panel_row
 from rlkernel.kernels.cpu.primitives import bits_float
 from rlkernel.kernels.cpu.threads import Workers
@@ -134,7 +135,7 @@ def join_columns(parts: Sequence[Array], order: Array, workers: Workers) -> Arra
         raise ContractError(
             f"an order of columns from {int(order.min())} to {int(order.max())} for {int(bounds[-1])} columns"
         )
-    out = np.empty((rows, order.size), np.float32)
+    out = aligned_empty((rows, order.size))
     owner = np.searchsorted(bounds, order, side="right") - 1
     begins = np.flatnonzero(np.r_[True, (np.diff(order) != 1) | (np.diff(owner) != 0)][: order.size])
     counts = np.diff(np.r_[begins, order.size])
@@ -156,7 +157,7 @@ def _check_weight(w: Array) -> None:
 
 def _pack(w: Array, rows: int, depth: int, columns: bool, workers: Workers, out: Panels | None) -> Panels:
     if out is None:
-        out = Panels(np.empty((panel_count(rows), depth, PANEL_WIDTH), np.float32), rows, depth)
+        out = Panels(aligned_empty((panel_count(rows), depth, PANEL_WIDTH)), rows, depth)
     elif (out.rows, out.depth) != (rows, depth):
         raise ContractError(
             f"panels of {out.rows} rows and depth {out.depth} cannot take a weight of {rows} rows and depth {depth}"

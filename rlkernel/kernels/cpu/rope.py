@@ -9,6 +9,7 @@ from numba import float32 as f32
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.convert import Float32, require, require_range
 from rlkernel.kernels.cpu.jit import kernel
+from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.primitives import cast, fma
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -64,7 +65,7 @@ def rope(
     require("sin of rope", sin, np.float32, cos.shape[0], depth // 2)
     require("positions of rope", positions, np.int32, rows)
     require_range("positions of rope", positions, 0, cos.shape[0])
-    out = np.empty_like(x)
+    out = aligned_empty(x.shape)
     sign = f32(-1.0 if inverse else 1.0)
     grain = 1 + _ELEMENTS // max(1, heads * depth)
     workers.run(_rope, rows, x, positions, cos, sin, sign, out, bf16, grain=grain)

@@ -4,7 +4,7 @@ A thread that sleeps is woken in 15 to 200 us (the more on virtual machines, who
 has to take Python's lock first waits for whoever holds it. The kernels of a model follow each other faster than that.
 So a worker listens for a while after each kernel, outside Python: at a counter, which says that there is something in
 its queue, and at a box of its own, into which a compiled caller puts a job: the address of a C function that takes
-fields of int64.
+fields of int64. It keeps its processor for a moment, and then leaves it between two looks to whoever wants it.
 
 A box is a row of int64: its state, the job's address, the job's fields. Only its worker leaves ``LISTENING`` for
 ``ASLEEP``, and runs what is ``POSTED``; only a caller claims, posts, and gives a box that is ``DONE`` back.
@@ -19,13 +19,15 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
-from numba import carray, types
+from numba import carray, int64, types
 from numba.extending import intrinsic
 
 from rlkernel.kernels.cpu.jit import device_function, kernel
 
 WAIT_S = 200e-6
-"""How long a thread listens before it sleeps."""
+"""How long a thread listens without leaving its processor to others."""
+PATIENCE_NS = 5_000_000
+"""How long after that it goes on, leaving its processor after every look to any thread that wants it."""
 STATE, JOB, FIELDS, BOX_WORDS = 0, 1, 2, 40
 ASLEEP, LISTENING, CLAIMED, POSTED, DONE = range(5)
 _PAUSES: dict[str, tuple[str, list[ir.Constant]]] = {
@@ -127,10 +129,46 @@ def _call(typing_context, words, address, index):  # type: ignore[no-untyped-def
     return types.void(words, types.int64, types.int64), codegen
 
 
-@kernel
-def listen(box, posted, seen, turns, told):
-    """Run jobs that are put into the box until ``posted[0]`` is not ``seen``, or ``turns`` looks found nothing.
+def _c_library(builder: Any, name: str, answers: Any, *takes: Any) -> Any:
+    """A function of the C library."""
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, ir.FunctionType(answers, takes), name)
 
+
+@intrinsic
+def nanoseconds(typing_context):  # type: ignore[no-untyped-def]
+    """The monotonic clock."""
+    del typing_context
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():
+            time_spec = builder.alloca(_WORD, size=2)
+        function = _c_library(builder, "clock_gettime", ir.IntType(32), ir.IntType(32), _WORD.as_pointer())
+        builder.call(function, [ir.Constant(ir.IntType(32), time.CLOCK_MONOTONIC), time_spec])
+        seconds = builder.load(time_spec)
+        rest = builder.load(builder.gep(time_spec, [ir.Constant(ir.IntType(32), 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(_WORD, 1_000_000_000)), rest)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def _leave_processor(typing_context):  # type: ignore[no-untyped-def]
+    """Let another thread that is ready run first."""
+    del typing_context
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(_c_library(builder, "sched_yield", ir.IntType(32)), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@kernel
+def listen(box, posted, seen, turns, patience, told):
+    """Run jobs that are put into the box until ``posted[0]`` is not ``seen``, or nothing was found for long enough.
+
+    That is ``turns`` looks, and ``patience`` nanoseconds of looks between which the processor is left to others.
     Adds one to every element of ``told`` first: whoever waits for that finds Python's lock free. A box without words
     takes no jobs.
     """
@@ -139,19 +177,27 @@ def listen(box, posted, seen, turns, told):
     takes = len(box) > 0 and turns > 0
     if takes:
         publish(box, STATE, LISTENING)
-    left = turns
+    left, end = turns, int64(0)
     while True:
         if takes:
             state = look(box, STATE)
             if state == POSTED:
                 _call(box, JOB, FIELDS)
                 publish(box, STATE, DONE)
-                left = turns
+                left, end = turns, int64(0)
                 continue
             if state != LISTENING:
                 continue  # a caller is at it
         left -= 1
-        if (left < 0 or look(posted, 0) != seen) and (not takes or exchange(box, STATE, LISTENING, ASLEEP)):
+        over = look(posted, 0) != seen
+        if left < 0 and not over:
+            now = nanoseconds() if patience > 0 else int64(0)
+            if end == 0:
+                end = now + patience
+            over = now >= end
+            if not over:
+                _leave_processor()
+        if over and (not takes or exchange(box, STATE, LISTENING, ASLEEP)):
             break
 
 
@@ -204,10 +250,10 @@ def collect(box):
 def turns_of_a_wait() -> int:
     """Looks that take :data:`WAIT_S` on this machine."""
     none, words = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    listen(none, words, 0, 1, none)
+    listen(none, words, 0, 1, 0, none)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        listen(none, words, 0, _TRIED, none)
+        listen(none, words, 0, _TRIED, 0, none)
         best = min(best, time.perf_counter() - start)
     return max(1, int(_TRIED * WAIT_S / best))

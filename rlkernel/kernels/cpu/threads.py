@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even, subnormals_survive
-from rlkernel.kernels.cpu.spinning import ASLEEP, BOX_WORDS, LISTENING, STATE, listen, turns_of_a_wait
+from rlkernel.kernels.cpu.spinning import (
+    ASLEEP,
+    BOX_WORDS,
+    LISTENING,
+    PATIENCE_NS,
+    STATE,
+    listen,
+    turns_of_a_wait,
+)
 
 Words = NDArray[np.int64]
 _NONE = np.zeros(0, np.int64)
@@ -94,7 +102,8 @@ class _Bell:
         ``told`` is rung as soon as Python's lock is free; jobs that are put into the ``box`` meanwhile are run.
         """
         seen = int(self.count[0])
-        listen(box, self.count, seen, self._turns if queue.empty() else 0, told)
+        turns = self._turns if queue.empty() else 0
+        listen(box, self.count, seen, turns, PATIENCE_NS if turns else 0, told)
         return queue.get()
 
 

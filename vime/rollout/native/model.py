@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkernel.contract.identity import TensorEntry
+from rlkernel.kernels.cpu.memory import aligned_zeros
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import TokenBatch
 
@@ -74,8 +75,8 @@ class PagedKV:
         self.page_size = block_size
         self._layers = [
             (
-                np.zeros((pages, heads, dim, block_size), np.float32),
-                np.zeros((pages, heads, block_size, dim), np.float32),
+                aligned_zeros((pages, heads, dim, block_size)),
+                aligned_zeros((pages, heads, block_size, dim)),
             )
             for _ in range(shape.num_layers)
         ]
