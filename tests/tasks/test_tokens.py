@@ -16,10 +16,12 @@ def test_rows_are_distinct_and_of_one_length() -> None:
     texts = [row["text"] for row in (*train, *held)]
     assert len(train) == 500 and len(held) == 20 and len(set(texts)) == 520
     assert {len(text) for text in texts} == {16} and all(text.isdigit() for text in texts)
-    assert {len(row["text"]) for row in digit_rows("train", length=64, size=3)} == {64}
+    for n in (8, 64, 512, 4096):
+        assert {len(row["text"]) for row in digit_rows("train", length=n, size=3)} == {n}
+    assert digit_rows("train", size=1) == [{"text": "0000064313515265"}]
 
 
-@pytest.mark.parametrize("given", [{"length": 7}, {"length": 65}, {"size": 0}, {"held_out": -1}])
+@pytest.mark.parametrize("given", [{"length": 7}, {"length": 4097}, {"size": 0}, {"held_out": -1}])
 def test_impossible_rows_are_named(given: dict[str, int]) -> None:
     with pytest.raises(InputError, match=next(iter(given))):
         digit_rows("train", **given)

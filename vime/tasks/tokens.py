@@ -22,10 +22,10 @@ def digit_rows(
     """Distinct strings of ``length`` digits, one token each; no held-out string is a training one.
 
     Raises:
-        InputError: ``length`` is not in 8..64, or a number of rows is out of range.
+        InputError: ``length`` is not in 8..4096, or a number of rows is out of range.
     """
-    if not 8 <= length <= 64:
-        raise InputError(f"length = {length}: 8 to 64 are possible")
+    if not 8 <= length <= 4096:
+        raise InputError(f"length = {length}: 8 to 4,096 are possible")
     for name, count, least in (("size", size, 1), ("held_out", held_out, 0)):
         if not least <= count <= _MOST:
             raise InputError(f"{name} = {count}: a whole number from {least} to {_MOST:,} is needed")
@@ -35,7 +35,12 @@ def digit_rows(
 
 
 def _digits(number: int, count: int) -> str:
-    return str(int.from_bytes(hashlib.sha512(f"digit rows/{number}".encode()).digest(), "big"))[-count:]
+    """The last ``count`` digits of as many hashes as it needs, the first one at the end."""
+    found, name = "", f"digit rows/{number}"
+    while len(found) < count:
+        found = str(int.from_bytes(hashlib.sha512(name.encode()).digest(), "big")) + found
+        name += "/"
+    return found[-count:]
 
 
 def low_tokens(prompt: Prompt, sample: GeneratedSample, text: str, *, vocabulary: int, length: int) -> float:
