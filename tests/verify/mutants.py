@@ -57,7 +57,7 @@ def _m(
 BF16 = "bfloat16"
 _IMPORT_GEMM = "from rlkernel.kernels.cpu.primitives import round_bf16"
 _FMA_LANES = "lanes[j] = fma(a_part[j], b_part[j], lanes[j])"
-_BODY = "b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)))"
+_BODY = "b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)), builder.mul(b_panel, constant(panel)))"
 _FOLLOWING = "following = builder.call(fma, [broadcast, b_vectors[v], sums[r, v]])"
 _WIDE = "ir.VectorType(ir.DoubleType(), LANES)"
 _THROUGH_FLOAT64 = (
@@ -76,7 +76,7 @@ _LINEAR_TREE = "    source, target = values, other\n    while width > 1:"
 
 GEMM = (
     _m("gemm: chain descending", ORDER, "gate_up_proj", FORWARD,
-       "microkernel.py", _BODY, f"b_row = at(b, builder.mul({_LAST}, constant(PANEL_WIDTH)))",
+       "microkernel.py", _BODY, _BODY.replace("mul(k,", f"mul({_LAST},"),
        "microkernel.py", _ELEMENT, f"element = builder.load(at(a_rows[r], builder.mul({_LAST}, a_k)))"),
     _m("gemm: product and sum rounded apart", PRIMITIVES, "down_proj", FORWARD,
        "microkernel.py", _FOLLOWING, "following = builder.fadd(builder.fmul(broadcast, b_vectors[v]), sums[r, v])"),
@@ -107,6 +107,8 @@ GEMM = (
     _m("gemm: tail of the depth left out", DEPENDENCY, "gate_up_proj", FORWARD,
        "gemm.py", "k_last = min(k_first + leaf_depth, real)", "k_last = min(k_first + max(1, leaf_depth // 4 * 4), real)",
        "gemm.py", "depth, 1, 0, depth, b, b_base, outputs[part]", "depth, 1, 0, max(1, depth // 4 * 4), b, b_base, outputs[part]"),
+    _m("gemm: tail of the depth left out of pairs of panels", DEPENDENCY, "gate_up_proj", FORWARD,
+       "gemm.py", "c_base, width, depth, False", "c_base, width, max(1, depth // 4 * 4), False"),
     _m("gemm: operands rounded to bfloat16", PRECISION, "qkv_proj", FORWARD,
        "gemm.py", "        a.reshape(-1), rows, panels.depth, panels.depth if real", "        widen(narrow(a)).reshape(-1), rows, panels.depth, panels.depth if real",
        "gemm.py", "panels.data.reshape(-1), panels.rows, leaves", "widen(narrow(panels.data)).reshape(-1), panels.rows, leaves",

@@ -19,7 +19,7 @@ from numba import float32 as f32
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
 from rlkernel.kernels.cpu.memory import aligned_empty
-from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PANEL_WIDTH, fma_tile
+from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PAIR_ROWS, PANEL_WIDTH, fma_pair, fma_tile
 from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.primitives import round_bf16
 from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, array_at, claim, collect, post, put_array, take
@@ -65,7 +65,7 @@ def _chains(block_first, block_last, blocks, rows, a, a_row, a_k, k_first, k_las
             row = rows * block // blocks
             count = rows * (block + 1) // blocks - row
             fma_tile(
-                count, a, row * a_row + k * a_k, a_row, a_k, b, b_base + k * PANEL_WIDTH,
+                count, a, row * a_row + k * a_k, a_row, a_k, b, b_base + k * PANEL_WIDTH, 0,
                 c, c_base + row * c_row, c_row, k_end - k, going or k > k_first,
             )  # fmt: skip
         k = k_end
@@ -128,10 +128,17 @@ def _matmul(
         if direct:
             width = bounds[part + 1] - bounds[part]
             c_base = column - bounds[part]
-            _chains(
-                block_first, block_last, blocks, rows, a, depth, 1, 0, depth, b, b_base, outputs[part], c_base, width,
-                False,
-            )  # fmt: skip
+            if rows <= PAIR_ROWS and task < last and column + 2 * PANEL_WIDTH <= bounds[part + 1]:
+                fma_pair(
+                    rows, a, 0, depth, 1, b, b_base, depth * PANEL_WIDTH, outputs[part], c_base, width, depth, False
+                )  # fmt: skip
+                task += 1
+                end = column + 2 * PANEL_WIDTH
+            else:
+                _chains(
+                    block_first, block_last, blocks, rows, a, depth, 1, 0, depth, b, b_base, outputs[part], c_base,
+                    width, False,
+                )  # fmt: skip
         else:
             size = (row_last - row_first) * PANEL_WIDTH
             for leaf in range(leaves):
@@ -394,12 +401,16 @@ def _weight_gradient(first, last, dy, rows, tokens, x, columns, column_parts, gr
                     place = (row_first + r) * columns + column
                     x_base = (p * tokens + t_first) * PANEL_WIDTH
                     if width == PANEL_WIDTH:
-                        fma_tile(count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, grad, place, columns, t_count, True)
+                        fma_tile(
+                            count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, 0, grad, place, columns, t_count, True
+                        )
                         continue
                     for i in range(count):
                         for j in range(PANEL_WIDTH):
                             ragged[i * PANEL_WIDTH + j] = grad[place + i * columns + j] if j < width else f32(0.0)
-                    fma_tile(count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, ragged, 0, PANEL_WIDTH, t_count, True)
+                    fma_tile(
+                        count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, 0, ragged, 0, PANEL_WIDTH, t_count, True
+                    )
                     for i in range(count):
                         for j in range(width):
                             grad[place + i * columns + j] = ragged[i * PANEL_WIDTH + j]

@@ -24,7 +24,8 @@ _BOOL = ir.IntType(1)
 
 MAX_ROWS = 6  # rows of a tile: 6 x 4 accumulators, 4 vectors of b and a broadcast fit 32 registers (6 x 2: 16)
 _CACHE_LINE = 16  # float32 in 64 bytes
-_PREFETCH_DISTANCE = 16  # k-steps ahead; only for tiles of few rows, which are bound by the memory
+PAIR_ROWS = 2  # so few rows are bound by the memory, and stream two panels at once
+_PREFETCH_DISTANCE = 16  # k-steps ahead; only for tiles of few rows
 
 
 def vector_shape(features: str) -> tuple[int, int]:
@@ -51,17 +52,21 @@ def _declare(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir
     return existing if existing is not None else ir.Function(module, function_type, name)
 
 
-def _tile_function(module: ir.Module, rows: int) -> ir.Function:
-    """``void tile(a, a_row, a_k, b, c, c_row, depth, continued)``: strides in elements, b ``[depth][PANEL_WIDTH]``."""
-    name = f"rlkernel_fma_tile_{rows}x{VECTORS}x{LANES}"
+def _tile_function(module: ir.Module, rows: int, panels: int = 1) -> ir.Function:
+    """``void tile(a, a_row, a_k, b, b_panel, c, c_row, depth, continued)``: strides in elements.
+
+    b is ``[depth][PANEL_WIDTH]``, and its next panel lies ``b_panel`` elements behind.
+    """
+    name = f"rlkernel_fma_tile_{rows}x{panels}x{VECTORS}x{LANES}"
     existing = module.globals.get(name)
     if existing is not None:
         return existing
-    signature = ir.FunctionType(ir.VoidType(), [_POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT64, _BOOL])
+    strides = [_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER, _INT64, _INT64, _BOOL]
+    signature = ir.FunctionType(ir.VoidType(), strides)
     function = ir.Function(module, signature, name)
     function.linkage = "linkonce_odr"
     function.attributes.add("noinline")  # registers are then allocated for this loop alone
-    a, a_row, a_k, b, c, c_row, depth, continued = function.args
+    a, a_row, a_k, b, b_panel, c, c_row, depth, continued = function.args
 
     vector = ir.VectorType(_FLOAT, LANES)
     fma_type = ir.FunctionType(vector, [vector, vector, vector])
@@ -87,7 +92,7 @@ def _tile_function(module: ir.Module, rows: int) -> ir.Function:
     def vector_at(pointer: Any) -> Any:
         return builder.bitcast(pointer, vector.as_pointer())
 
-    tile = [(r, v) for r in range(rows) for v in range(VECTORS)]
+    tile = [(r, v) for r in range(rows) for v in range(panels * VECTORS)]
     a_rows = [at(a, builder.mul(a_row, constant(r))) for r in range(rows)]
     c_tile = {(r, v): at(c, builder.mul(c_row, constant(r)), constant(v * LANES)) for r, v in tile}
     zero = ir.Constant(vector, [0.0] * LANES)
@@ -110,19 +115,20 @@ def _tile_function(module: ir.Module, rows: int) -> ir.Function:
     builder.cbranch(builder.icmp_signed("<", k, depth), body, done)
 
     builder.position_at_end(body)
-    b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)))
-    if rows <= 2:
-        for line in range(0, PANEL_WIDTH, _CACHE_LINE):
+    b_vectors = []
+    for panel in range(panels):
+        b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)), builder.mul(b_panel, constant(panel)))
+        for line in range(0, PANEL_WIDTH if rows <= PAIR_ROWS else 0, _CACHE_LINE):
             ahead = at(b_row, constant(_PREFETCH_DISTANCE * PANEL_WIDTH + line))
             # read, keep in all caches, data
             builder.call(prefetch, [ahead, ir.Constant(_INT32, 0), ir.Constant(_INT32, 3), ir.Constant(_INT32, 1)])
-    b_vectors = [builder.load(vector_at(at(b_row, constant(v * LANES))), align=4) for v in range(VECTORS)]
+        b_vectors += [builder.load(vector_at(at(b_row, constant(v * LANES))), align=4) for v in range(VECTORS)]
     lane_zeros = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
     for r in range(rows):
         element = builder.load(at(a_rows[r], a_offset))
         single = builder.insert_element(ir.Constant(vector, ir.Undefined), element, ir.Constant(_INT32, 0))
         broadcast = builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lane_zeros)
-        for v in range(VECTORS):
+        for v in range(panels * VECTORS):
             following = builder.call(fma, [broadcast, b_vectors[v], sums[r, v]])
             sums[r, v].add_incoming(following, body)
     k.add_incoming(builder.add(k, constant(1)), body)
@@ -140,45 +146,60 @@ def _is_float32_vector(array: Any) -> bool:
     return isinstance(array, types.Array) and array.dtype == types.float32 and array.ndim == 1 and array.layout == "C"
 
 
+def _emit_tile(context: Any, builder: Any, signature: Any, arguments: Any, panels: int, most: int) -> Any:
+    """Calls of the tile functions of 1 to ``most`` rows; the arguments are those of :func:`fma_pair`."""
+    rows, a, a_start, a_row, a_k, b, b_start, b_panel, c, c_start, c_row, depth, continued = arguments
+
+    def pointer(position: int, value: Any, start: Any) -> Any:
+        array = context.make_array(signature.args[position])(context, builder, value)
+        return builder.gep(array.data, [start])
+
+    call = [pointer(1, a, a_start), a_row, a_k, pointer(5, b, b_start), b_panel, pointer(8, c, c_start), c_row, depth]
+    call.append(builder.trunc(continued, _BOOL) if continued.type != _BOOL else continued)
+    after = builder.append_basic_block("tile_done")
+    switch = builder.switch(rows, after)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block(f"tile_{count}")
+        switch.add_case(ir.Constant(_INT64, count), block)
+        with builder.goto_block(block):
+            builder.call(_tile_function(builder.module, count, panels), call)
+            builder.branch(after)
+    builder.position_at_end(after)
+    return context.get_dummy_value()
+
+
+def _tile_signature(a: Any, b: Any, c: Any) -> Any:
+    integer = types.int64
+    return types.void(
+        integer, a, integer, integer, integer, b, integer, integer, c, integer, integer, integer, types.boolean
+    )
+
+
 @intrinsic
 def fma_tile(  # type: ignore[no-untyped-def]
-    typing_context, rows, a, a_start, a_row, a_k, b, b_start, c, c_start, c_row, depth, continued
+    typing_context, rows, a, a_start, a_row, a_k, b, b_start, b_panel, c, c_start, c_row, depth, continued
 ):
     """``c[r, j] = chain over k < depth of (a[r, k], b[k, j])`` for ``rows`` (1..MAX_ROWS) rows and a panel's columns.
 
     ``a``, ``b``, ``c`` are flat C-contiguous float32 arrays; the starts and strides are int64, in elements;
-    ``b`` has row stride PANEL_WIDTH. ``continued``: chains start from what is in c, else from +0. Bounds are
-    the caller's duty: PANEL_WIDTH columns of c are written.
+    ``b`` has row stride PANEL_WIDTH, and ``b_panel`` is not used. ``continued``: chains start from what is in c, else
+    from +0. Bounds are the caller's duty: PANEL_WIDTH columns of c are written.
     """
     del typing_context
     if not all(_is_float32_vector(array) for array in (a, b, c)):
         return None
-    integer = types.int64
-    signature = types.void(
-        integer, a, integer, integer, integer, b, integer, c, integer, integer, integer, types.boolean
-    )
+    return _tile_signature(a, b, c), lambda *given: _emit_tile(*given, 1, MAX_ROWS)
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, a, a_start, a_row, a_k, b, b_start, c, c_start, c_row, depth, continued = arguments
 
-        def pointer(position: int, value: Any, start: Any) -> Any:
-            array = context.make_array(signature.args[position])(context, builder, value)
-            return builder.gep(array.data, [start])
-
-        call = [pointer(1, a, a_start), a_row, a_k, pointer(5, b, b_start), pointer(7, c, c_start), c_row, depth]
-        call.append(builder.trunc(continued, _BOOL) if continued.type != _BOOL else continued)
-        after = builder.append_basic_block("tile_done")
-        switch = builder.switch(rows, after)
-        for count in range(1, MAX_ROWS + 1):
-            block = builder.append_basic_block(f"tile_{count}")
-            switch.add_case(ir.Constant(_INT64, count), block)
-            with builder.goto_block(block):
-                builder.call(_tile_function(builder.module, count), call)
-                builder.branch(after)
-        builder.position_at_end(after)
-        return context.get_dummy_value()
-
-    return signature, codegen
+@intrinsic
+def fma_pair(  # type: ignore[no-untyped-def]
+    typing_context, rows, a, a_start, a_row, a_k, b, b_start, b_panel, c, c_start, c_row, depth, continued
+):
+    """:func:`fma_tile` for 1..PAIR_ROWS rows and two panels, ``b_panel`` elements apart, 2 * PANEL_WIDTH columns."""
+    del typing_context
+    if not all(_is_float32_vector(array) for array in (a, b, c)):
+        return None
+    return _tile_signature(a, b, c), lambda *given: _emit_tile(*given, 2, PAIR_ROWS)
 
 
 @intrinsic

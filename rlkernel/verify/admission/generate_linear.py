@@ -171,8 +171,8 @@ def linear_problems(plan: Plan) -> list[Problem]:
         _linear_problem(plan, "few rows", 0, 53, 70, hazards, 3),
         _linear_problem(plan, "a leaf of one tile", 7, leaf, 64),
         _cancelling(plan),
-        _linear_problem(plan, "a leaf of one element", 2, tp, 66),
-        _linear_problem(plan, "one row", 1, 70, 130),
+        _linear_problem(plan, "a leaf of one element", 2, tp, 300),
+        _linear_problem(plan, "one row", 1, 70, 300),
     ]
     if not plan.bf16:
         problems.append(_double_rounding(plan))
