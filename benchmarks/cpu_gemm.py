@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ WIDE_ROWS = 64  # the widest output (a vocabulary) is measured up to so many row
 
 BLOCK = 5
 REST_S = 0.03
+ROTATED = 64 * 2**20  # bytes of weights that calls take in turn, as the layers of a model do
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,20 @@ def measure(threads: int, seconds: float = 0.5, clock: str = "wall") -> Iterator
     for columns in COLUMNS:
         for depth in DEPTHS:
             w = generator.standard_normal((columns, depth), dtype=np.float32)
-            panels = pack_rows(w, workers)
+            copies = -(-ROTATED // w.nbytes)
+            panels = cycle([pack_rows(w, workers) for _ in range(copies)])
+            tws = cycle([torch.from_numpy(w.copy()).t() for _ in range(copies)])
             for rows in ROWS:
                 if columns == max(COLUMNS) and rows > WIDE_ROWS:
                     continue
                 x = generator.standard_normal((rows, depth), dtype=np.float32)
-                tx, tw = torch.from_numpy(x), torch.from_numpy(w).t()
+                tx = torch.from_numpy(x)
                 with torch.inference_mode():
                     ours, other = alternate(
-                        partial(matmul, x, panels, workers), partial(torch.mm, tx, tw), seconds, CLOCKS[clock]
+                        lambda x=x, panels=panels: matmul(x, next(panels), workers),
+                        lambda tx=tx, tws=tws: torch.mm(tx, next(tws)),
+                        seconds,
+                        CLOCKS[clock],
                     )
                 yield Cell("x @ w.T", rows, depth, columns, ours, other)
     for tokens in (64, 1024):

@@ -51,6 +51,7 @@ _EMPTY = np.zeros(0, np.float32)
 _TASK_NANOSECONDS = 40_000.0
 _SHARED_NANOSECONDS = 4_000.0
 _CHUNKS = 6  # that a thread takes one after the other where all are equally fast
+_COUNTER_WORDS = 16  # counters of parts lie on cache lines of their own
 _FMA_PER_NANOSECOND = 50.0
 _ELEMENTS_PER_NANOSECOND = 18.0
 
@@ -177,18 +178,24 @@ def _matmul(
 
 @device_function
 def _chunks(
-    taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
-    end0, end1, c0, c1, c2,
+    taken, own, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias,
+    bf16, end0, end1, c0, c1, c2,
 ):  # fmt: skip
-    """Compute chunks of tasks until the other threads and this one have taken all."""
-    while True:
-        first = take(taken, 0, chunk)
-        if first >= tasks:
-            break
-        _matmul(
-            first, min(first + chunk, tasks), a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias,
-            has_bias, bf16, end0, end1, c0, c1, c2,
-        )  # fmt: skip
+    """Compute chunks of tasks until all are taken: those of this thread's own part first, then what others have left.
+
+    A thread that has the same part in every call finds its panels in its own cache.
+    """
+    for i in range(parts):
+        part = (own + i) % parts
+        part_first, part_last = tasks * part // parts, tasks * (part + 1) // parts
+        while True:
+            first = part_first + take(taken, part * _COUNTER_WORDS, chunk)
+            if first >= part_last:
+                break
+            _matmul(
+                first, min(first + chunk, part_last), a, rows, depth, real, blocks, group_blocks, b, columns, leaves,
+                bias, has_bias, bf16, end0, end1, c0, c1, c2,
+            )  # fmt: skip
 
 
 def _run_job(pointer):  # type: ignore[no-untyped-def]
@@ -197,8 +204,8 @@ def _run_job(pointer):  # type: ignore[no-untyped-def]
     a, b, bias = array_at(f, 15, one), array_at(f, 17, one), array_at(f, 19, one)
     c0, c1, c2 = array_at(f, 21, one), array_at(f, 23, one), array_at(f, 25, one)
     _chunks(
-        taken, f[0], f[1], a, f[2], f[3], f[4], f[5], f[6], b, f[7], f[8], bias, f[9] != 0, f[10] != 0, f[11], f[12],
-        c0, c1, c2,
+        taken, f[27], f[28], f[0], f[1], a, f[2], f[3], f[4], f[5], f[6], b, f[7], f[8], bias, f[9] != 0, f[10] != 0,
+        f[11], f[12], c0, c1, c2,
     )  # fmt: skip
 
 
@@ -223,13 +230,15 @@ def _matmul_shared(
         if (parts + 1) * least <= tasks and claim(boxes[i]):
             claimed[i] = True
             parts += 1
-    chunk = max(least, -(-tasks // (_CHUNKS * parts)))
+    chunk = -(-tasks // (_CHUNKS * parts * least)) * least
     if parts == 1:
         chunk = tasks
-    taken = np.zeros(1, np.int64)
+    taken = np.zeros(parts * _COUNTER_WORDS, np.int64)
+    part = 0
     for i in range(len(boxes)):
         if claimed[i]:
             box = boxes[i]
+            part += 1
             integers = (
                 chunk, tasks, rows, depth, real, blocks, group_blocks, columns, leaves, int64(has_bias), int64(bf16),
                 end0, end1,
@@ -243,10 +252,12 @@ def _matmul_shared(
             put_array(box, 21, c0)
             put_array(box, 23, c1)
             put_array(box, 25, c2)
+            box[FIELDS + 27] = part
+            box[FIELDS + 28] = parts
             post(box, job)
     _chunks(
-        taken, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
-        end0, end1, c0, c1, c2,
+        taken, 0, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias,
+        bf16, end0, end1, c0, c1, c2,
     )  # fmt: skip
     for i in range(len(boxes)):
         if claimed[i]:
@@ -366,12 +377,14 @@ def _run_matmul(
         *ends, *flat,
     )  # fmt: skip
     least = _grain(-(-rows // blocks), panels.depth, _SHARED_NANOSECONDS)
+    if rows <= PAIR_ROWS:
+        least += least % 2  # panels go by pairs
     boxes = workers.listeners() if tasks >= 2 * least else None
     if boxes is not None:
         _matmul_shared(boxes, _job(), tasks, least, *arguments)
         return
     grain = _grain(-(-rows // blocks), panels.depth)
-    if grain <= tasks < 2 * grain:
+    if 2 * least <= tasks < 2 * grain:
         workers.wake()  # too short to wait for those that sleep, but the next product can have them
     workers.run(_matmul, tasks, *arguments, grain=grain)
 

@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 _LINE = 64  # bytes
+_SMALL = 4096  # bytes: less is not worth the time that it takes to align
 
 
 def aligned_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
-    """An array of this shape, C-contiguous, whose first element begins a cache line; its values are not set."""
+    """An array of this shape, C-contiguous, that begins on a cache line if it is large; its values are not set."""
     kind = np.dtype(dtype)
     size = (prod(shape) if isinstance(shape, tuple) else shape) * kind.itemsize
+    if size < _SMALL:
+        return np.empty(shape, kind)
     raw = np.empty(size + _LINE, np.uint8)
     first = -raw.ctypes.data % _LINE
     return raw[first : first + size].view(kind).reshape(shape)
@@ -34,5 +37,5 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -
 
 
 def aligned_scratch(workers: int, size: int) -> np.ndarray[Any, Any]:
-    """float32 ``[workers, size or more]``, every row of which begins on a cache line; values are not set."""
+    """float32 ``[workers, size or more]``; rows begin on cache lines if all are large; values are not set."""
     return aligned_empty((workers, -(-size // 16) * 16))

@@ -33,6 +33,7 @@ from rlkernel.kernels.cpu.spinning import (
 
 Words = NDArray[np.int64]
 _NONE = np.zeros(0, np.int64)
+_LOOKS_BETWEEN = 8  # jobs for threads that listen, between two looks at the processor of the caller
 
 
 def _find_getcpu() -> Callable[[], int]:
@@ -133,6 +134,7 @@ class ThreadPool:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
         self._posted, self._answered = _Bell(turns), _Bell(turns)
         self._boxes = np.zeros((count, BOX_WORDS), np.int64)
+        self._words, self._asked = self._boxes.data, 0  # an element of it costs less than one of an array
         self._threads = [
             Thread(
                 target=_serve,
@@ -160,9 +162,14 @@ class ThreadPool:
 
     def listeners(self) -> Words | None:
         """The boxes of :mod:`rlkernel.kernels.cpu.spinning`, a row a thread, if any of the threads listens now."""
-        if not (self._boxes[:, STATE] == LISTENING).any():
+        for i in range(len(self._threads)):
+            if self._words[i, STATE] == LISTENING:
+                break
+        else:
             return None
-        self._keep_apart()
+        self._asked += 1
+        if self._asked % _LOOKS_BETWEEN == 0:
+            self._keep_apart()
         return self._boxes
 
     def wake(self) -> None:
