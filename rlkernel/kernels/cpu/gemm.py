@@ -267,9 +267,8 @@ def _matmul_shared(
 
 def _grain(rows: int, depth: int, pays: float = _TASK_NANOSECONDS) -> int:
     """Least number of tasks (a panel by ``rows`` rows) that take so many nanoseconds."""
-    elements = max(1, depth * PANEL_WIDTH)
-    nanoseconds = max(elements * rows / _FMA_PER_NANOSECOND, elements / _ELEMENTS_PER_NANOSECOND)
-    return max(1, int(pays / nanoseconds))
+    nanoseconds = depth * PANEL_WIDTH * max(rows / _FMA_PER_NANOSECOND, 1 / _ELEMENTS_PER_NANOSECOND)
+    return max(1, int(pays / max(nanoseconds, 1.0)))
 
 
 def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
@@ -366,24 +365,28 @@ def _run_matmul(
         return
     blocks = -(-rows // MAX_ROWS)
     group_blocks = -(-blocks // -(-blocks // _ROW_GROUP))
-    ends = [outputs[0].shape[1]] * 2
-    flat = [output.reshape(-1) for output in outputs] + [_EMPTY] * (_MOST_PARTS - len(outputs))
+    first = outputs[0]
+    end0 = end1 = first.shape[1]
+    second = third = _EMPTY
     if len(outputs) > 1:
-        ends[1] += outputs[1].shape[1]
+        second, end1 = outputs[1].reshape(-1), end0 + outputs[1].shape[1]
+    if len(outputs) > 2:
+        third = outputs[2].reshape(-1)
     tasks = panels.data.shape[0] * blocks
     arguments = (
         a.reshape(-1), rows, panels.depth, panels.depth if real is None else real, blocks, group_blocks,
         panels.data.reshape(-1), panels.rows, leaves, _EMPTY if bias is None else bias, bias is not None, bool(bf16),
-        *ends, *flat,
+        end0, end1, first.reshape(-1), second, third,
     )  # fmt: skip
-    least = _grain(-(-rows // blocks), panels.depth, _SHARED_NANOSECONDS)
+    task_rows = -(-rows // blocks)
+    least = _grain(task_rows, panels.depth, _SHARED_NANOSECONDS)
     if rows <= PAIR_ROWS:
         least += least % 2  # panels go by pairs
     boxes = workers.listeners() if tasks >= 2 * least else None
     if boxes is not None:
         _matmul_shared(boxes, _job(), tasks, least, *arguments)
         return
-    grain = _grain(-(-rows // blocks), panels.depth)
+    grain = _grain(task_rows, panels.depth)
     if 2 * least <= tasks < 2 * grain:
         workers.wake()  # too short to wait for those that sleep, but the next product can have them
     workers.run(_matmul, tasks, *arguments, grain=grain)
