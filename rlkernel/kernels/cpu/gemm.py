@@ -86,10 +86,17 @@ def _merge_leaves(buffer, leaves, size):
         stride *= 2
 
 
-@kernel
-def _matmul(
-    first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0, end1,
-    c0, c1, c2,
+@device_function
+def _buffer_size(rows, columns, leaves, end0, end1):
+    """Elements that :func:`_matmul_in` needs for outputs that it cannot write in place; 0 if there are none."""
+    aligned = end0 % PANEL_WIDTH == 0 and end1 % PANEL_WIDTH == 0 and columns % PANEL_WIDTH == 0
+    return 0 if leaves == 1 and aligned else leaves * min(rows, _BUFFER_BLOCKS * MAX_ROWS) * PANEL_WIDTH
+
+
+@device_function
+def _matmul_in(
+    buffer, first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0,
+    end1, c0, c1, c2,
 ):  # fmt: skip
     """Output tasks first..last, ordered by group of row blocks, panel, row block. All arrays flat.
 
@@ -101,11 +108,6 @@ def _matmul(
     outputs = (c0, c1, c2)
     panels = -(-columns // PANEL_WIDTH)
     leaf_depth = depth // leaves
-    buffer_rows = min(rows, _BUFFER_BLOCKS * MAX_ROWS)
-    aligned = True
-    for bound in bounds:
-        aligned &= bound % PANEL_WIDTH == 0
-    buffer = np.empty(0 if leaves == 1 and aligned else leaves * buffer_rows * PANEL_WIDTH, np.float32)
     task = first
     while task < last:
         group_first = task // (panels * group_blocks) * group_blocks
@@ -176,14 +178,28 @@ def _matmul(
             part += 1
 
 
+@kernel
+def _matmul(
+    first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16, end0, end1,
+    c0, c1, c2,
+):  # fmt: skip
+    """:func:`_matmul_in` with memory of its own. Raises MemoryError."""
+    buffer = np.empty(_buffer_size(rows, columns, leaves, end0, end1), np.float32)
+    _matmul_in(
+        buffer, first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias, bf16,
+        end0, end1, c0, c1, c2,
+    )  # fmt: skip
+
+
 @device_function
 def _chunks(
-    taken, own, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias,
-    bf16, end0, end1, c0, c1, c2,
+    buffer, taken, own, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias,
+    has_bias, bf16, end0, end1, c0, c1, c2,
 ):  # fmt: skip
     """Compute chunks of tasks until all are taken: those of this thread's own part first, then what others have left.
 
-    A thread that has the same part in every call finds its panels in its own cache.
+    A thread that has the same part in every call finds its panels in its own cache. Nothing is allocated here, and so
+    nothing raised: a worker's error would reach nobody.
     """
     for i in range(parts):
         part = (own + i) % parts
@@ -192,10 +208,12 @@ def _chunks(
             first = part_first + take(taken, part * _COUNTER_WORDS, chunk)
             if first >= part_last:
                 break
-            _matmul(
-                first, min(first + chunk, part_last), a, rows, depth, real, blocks, group_blocks, b, columns, leaves,
-                bias, has_bias, bf16, end0, end1, c0, c1, c2,
+            last = min(first + chunk, part_last)
+            _matmul_in(
+                buffer, first, last, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias,
+                bf16, end0, end1, c0, c1, c2,
             )  # fmt: skip
+            take(taken, parts * _COUNTER_WORDS, last - first)
 
 
 def _run_job(pointer):  # type: ignore[no-untyped-def]
@@ -204,8 +222,8 @@ def _run_job(pointer):  # type: ignore[no-untyped-def]
     a, b, bias = array_at(f, 15, one), array_at(f, 17, one), array_at(f, 19, one)
     c0, c1, c2 = array_at(f, 21, one), array_at(f, 23, one), array_at(f, 25, one)
     _chunks(
-        taken, f[27], f[28], f[0], f[1], a, f[2], f[3], f[4], f[5], f[6], b, f[7], f[8], bias, f[9] != 0, f[10] != 0,
-        f[11], f[12], c0, c1, c2,
+        array_at(f, 29, one), taken, f[27], f[28], f[0], f[1], a, f[2], f[3], f[4], f[5], f[6], b, f[7], f[8], bias,
+        f[9] != 0, f[10] != 0, f[11], f[12], c0, c1, c2,
     )  # fmt: skip
 
 
@@ -224,7 +242,11 @@ def _matmul_shared(
 
     Whoever is done sooner takes more: the threads' speeds differ on a machine that others use too.
     """
+    # all memory before the first claim: whoever has claimed a box has to come to its collection
     claimed = np.zeros(len(boxes), np.bool_)
+    taken = np.zeros((len(boxes) + 2) * _COUNTER_WORDS, np.int64)  # of every part, and behind them how much is done
+    size = -(-_buffer_size(rows, columns, leaves, end0, end1) // 16) * 16
+    buffers = np.empty((len(boxes) + 1) * size, np.float32)
     parts = 1
     for i in range(len(boxes)):
         if (parts + 1) * least <= tasks and claim(boxes[i]):
@@ -233,7 +255,6 @@ def _matmul_shared(
     chunk = -(-tasks // (_CHUNKS * parts * least)) * least
     if parts == 1:
         chunk = tasks
-    taken = np.zeros(parts * _COUNTER_WORDS, np.int64)
     part = 0
     for i in range(len(boxes)):
         if claimed[i]:
@@ -254,15 +275,18 @@ def _matmul_shared(
             put_array(box, 25, c2)
             box[FIELDS + 27] = part
             box[FIELDS + 28] = parts
+            put_array(box, 29, buffers[part * size : (part + 1) * size])
             post(box, job)
     _chunks(
-        taken, 0, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves, bias, has_bias,
-        bf16, end0, end1, c0, c1, c2,
+        buffers[:size], taken, 0, parts, chunk, tasks, a, rows, depth, real, blocks, group_blocks, b, columns, leaves,
+        bias, has_bias, bf16, end0, end1, c0, c1, c2,
     )  # fmt: skip
     for i in range(len(boxes)):
         if claimed[i]:
             collect(boxes[i])
-    return taken[0]  # used after the last collection, so that its memory is not given back before
+    if taken[parts * _COUNTER_WORDS] != tasks:
+        raise RuntimeError("a worker thread did not end its share of a product")
+    return len(buffers)  # used after the last collection, so that their memory is not given back before
 
 
 def _grain(rows: int, depth: int, pays: float = _TASK_NANOSECONDS) -> int:

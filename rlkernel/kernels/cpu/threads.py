@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Barrier, Thread
+from threading import Barrier, Lock, RLock, Thread
 from typing import Any
 
 import numpy as np
@@ -56,18 +56,22 @@ def available_cpus() -> int:
 class _Pending:
     """The answer of a function that another thread runs."""
 
-    __slots__ = ("_answer", "_bell")
+    __slots__ = ("_answer", "_bell", "finished")
 
     def __init__(self, bell: _Bell) -> None:
+        self.finished = False
         self._answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._bell = bell
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Called once, in the worker."""
+        value, found = None, None
         try:
-            self._answer.put((function(*arguments), None))
+            value = function(*arguments)
         except BaseException as error:  # raised again in the thread that waits
-            self._answer.put((None, error))
+            found = error
+        self.finished = True
+        self._answer.put((value, found))
 
     def result(self) -> Any:
         """Wait for the value; called once. Raises what the function raised."""
@@ -80,6 +84,18 @@ class _Pending:
         """Wait; what the function raised, if it did."""
         found: BaseException | None = self._bell.wait_for(self._answer, _NONE, _NONE)[1]
         return found
+
+    def outlasted(self) -> BaseException | None:
+        """:meth:`error`, waiting on when a signal's handler raises meanwhile; what that raised comes first."""
+        raised: BaseException | None = None
+        while True:
+            try:
+                error = self.error()
+                return error if raised is None else raised
+            except BaseException as interruption:
+                raised = interruption
+                if self.finished:
+                    return raised
 
 
 class _Bell:
@@ -146,18 +162,19 @@ class ThreadPool:
         ]
         for thread in self._threads:
             thread.start()
-        self._left = -1
+        self._left, self._lock, self.forgotten = -1, RLock(), False
         _POOLS.add(self)
         self._close = weakref.finalize(self, _end, self._tasks, self._posted, count)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> _Pending:
         """Queue a call. Raises RuntimeError after :meth:`close`."""
-        if not self._close.alive:
-            raise RuntimeError("these worker threads were closed; no kernel can run in them")
         pending = _Pending(self._answered)
         self._keep_apart()
-        self._tasks.put((pending, function, arguments))
-        self._posted.ring()
+        with self._lock:  # nothing comes into the queue behind the marks of its end
+            if not self._close.alive:
+                raise RuntimeError("these worker threads were closed; no kernel can run in them")
+            self._tasks.put((pending, function, arguments))
+            self._posted.ring()
         return pending
 
     def listeners(self) -> Words | None:
@@ -174,14 +191,14 @@ class ThreadPool:
 
     def wake(self) -> None:
         """Let threads that sleep listen for a while; of a closed pool there are none."""
-        if self._close.alive:
+        with suppress(RuntimeError):
             for _ in self._threads:
                 self.submit(_nothing)
 
     def forget_threads(self) -> None:
         """None of the threads exists in this process."""
         self._boxes[:, STATE] = ASLEEP
-        self._threads = []
+        self._threads, self._lock, self.forgotten = [], RLock(), True
 
     def _keep_apart(self) -> None:
         """Let the threads run everywhere but where their caller does.
@@ -201,7 +218,8 @@ class ThreadPool:
 
     def close(self) -> None:
         """Let the threads end when they have done what is queued."""
-        self._close()
+        with self._lock:
+            self._close()
 
 
 def _changed_arithmetic() -> tuple[str, str, str] | None:
@@ -244,15 +262,22 @@ class Workers:
         self.count = count if count is not None else available_cpus()
         if self.count < 1:
             raise ValueError(f"a worker count of {self.count} is not possible; 1 or more is")
-        self._pool = ThreadPool(self.count - 1) if self.count > 1 else None
+        self._own_pool = ThreadPool(self.count - 1) if self.count > 1 else None
+        self._probing = Lock()
         self.probe()
+
+    @property
+    def _pool(self) -> ThreadPool | None:
+        """The other threads; a process that was forked has none of them, and computes alone."""
+        return None if self._own_pool is None or self._own_pool.forgotten else self._own_pool
 
     def probe(self) -> None:
         """Check in the calling thread and in every worker that subnormals survive and sums round to nearest even."""
         own = _changed_arithmetic()
         if own is not None:
             raise NumericsError(f"this thread {own[0]}; {own[2]}")
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             return
         barrier = Barrier(self.count - 1)
 
@@ -260,7 +285,8 @@ class Workers:
             barrier.wait(timeout=60)
             return _changed_arithmetic()
 
-        results = [f.result() for f in [self._pool.submit(check) for _ in range(self.count - 1)]]
+        with self._probing:  # two that probe at once would wait at each other's barriers
+            results = [f.result() for f in [pool.submit(check) for _ in range(self.count - 1)]]
         changed = [result for result in results if result is not None]
         if changed:
             _, does, remedy = changed[0]
@@ -271,28 +297,34 @@ class Workers:
     def run(self, kernel: Callable[..., Any], items: int, *arguments: Any, grain: int = 1) -> None:
         """Run ``kernel(first, last, *arguments)`` over ``0..items``; a thread gets at least ``grain`` items."""
         parts = min(self.count, max(1, items // max(1, grain)))
-        if parts == 1 or self._pool is None:
+        pool = self._pool
+        if parts == 1 or pool is None:
             kernel(0, items, *arguments)
             return
         bounds = [items * i // parts for i in range(parts + 1)]
-        others = [self._pool.submit(kernel, bounds[i], bounds[i + 1], *arguments) for i in range(1, parts)]
+        others: list[_Pending] = []
         try:
+            for i in range(1, parts):
+                others.append(pool.submit(kernel, bounds[i], bounds[i + 1], *arguments))
             kernel(bounds[0], bounds[1], *arguments)
         finally:  # an error leaves this call only when nobody writes to the arrays any more
-            errors = [error for error in [other.error() for other in others] if error is not None]
+            errors = [error for error in [other.outlasted() for other in others] if error is not None]
         if errors:
             raise errors[0]
 
     def listeners(self) -> Words | None:
         """Boxes for jobs of compiled callers, if threads listen that this caller can have; see :class:`ThreadPool`."""
-        return None if self._pool is None else self._pool.listeners()
+        pool = self._pool
+        return None if pool is None else pool.listeners()
 
     def wake(self) -> None:
         """Let the threads that sleep listen for a while."""
-        if self._pool is not None:
-            self._pool.wake()
+        pool = self._pool
+        if pool is not None:
+            pool.wake()
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.close()
+        pool = self._pool
+        if pool is not None:
+            pool.close()
