@@ -5,7 +5,7 @@
     bash OUT/unpack.sh SITE                              on the host; then: export PYTHONPATH=SITE
 
 Without ``--vllm``: the packages that vime itself needs beside torch, NumPy and Triton (a few MiB). With it also
-vLLM 0.26.0, the newest release for that torch, in about 55 MiB: only what a dense or mixture-of-experts model in
+vLLM 0.26.0, the newest release for that torch, in about 52 MiB: only what a dense or mixture-of-experts model in
 bfloat16 needs, and in its shared objects only the code of sm_90 (the other images are zeroed where they lie, so that
 nothing moves and xz removes them). On the host also set VLLM_USE_FLASHINFER_SAMPLER=0 and HF_HUB_OFFLINE=1.
 """

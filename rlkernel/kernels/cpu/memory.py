@@ -6,6 +6,7 @@ that every load of such a vector from them is one of these: products ran at two 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -16,24 +17,26 @@ _LINE = 64  # bytes
 _SMALL = 4096  # bytes: less is not worth the time that it takes to align
 
 
-def aligned_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
-    """An array of this shape, C-contiguous, that begins on a cache line if it is large; its values are not set."""
+def _aligned(
+    make: Callable[..., np.ndarray[Any, Any]], shape: int | tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray[Any, Any]:
     kind = np.dtype(dtype)
     size = (prod(shape) if isinstance(shape, tuple) else shape) * kind.itemsize
     if size < _SMALL:
-        return np.empty(shape, kind)
-    raw = np.empty(size + _LINE, np.uint8)
+        return make(shape, kind)
+    raw = make(size + _LINE, np.uint8)
     first = -raw.ctypes.data % _LINE
     return raw[first : first + size].view(kind).reshape(shape)
+
+
+def aligned_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
+    """An array of this shape, C-contiguous, that begins on a cache line if it is large; its values are not set."""
+    return _aligned(np.empty, shape, dtype)
 
 
 def aligned_zeros(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
     """:func:`aligned_empty` with every element 0; memory is taken as it is written."""
-    kind = np.dtype(dtype)
-    size = (prod(shape) if isinstance(shape, tuple) else shape) * kind.itemsize
-    raw = np.zeros(size + _LINE, np.uint8)
-    first = -raw.ctypes.data % _LINE
-    return raw[first : first + size].view(kind).reshape(shape)
+    return _aligned(np.zeros, shape, dtype)
 
 
 def aligned_scratch(workers: int, size: int) -> np.ndarray[Any, Any]:

@@ -109,6 +109,11 @@ class _Bell:
     def __init__(self, turns: int) -> None:
         self.count, self._turns = np.zeros(1, np.int64), turns
 
+    @property
+    def listens(self) -> bool:
+        """Whether a wait looks before it sleeps."""
+        return self._turns > 0
+
     def ring(self) -> None:
         """After something was put into a queue."""
         self.count[0] += 1
@@ -190,7 +195,9 @@ class ThreadPool:
         return self._boxes
 
     def wake(self) -> None:
-        """Let threads that sleep listen for a while; of a closed pool there are none."""
+        """Let threads that sleep listen for a while; there are none in a closed pool, or where threads never listen."""
+        if not self._posted.listens or not self._tasks.empty():
+            return
         with suppress(RuntimeError):
             for _ in self._threads:
                 self.submit(_nothing)
