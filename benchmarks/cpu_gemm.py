@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import CLOCKS, Clock
-from rlkernel.kernels.cpu.gemm import matmul, pack_rows, weight_gradient
+from rlkernel.kernels.cpu.gemm import matmul
+from rlkernel.kernels.cpu.gemm_gradient import weight_gradient
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.threads import Workers
 
 ROWS = (1, 8, 32, 64, 256, 1024)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkernel.kernels.cpu import gemm, logprob, sampling
+from rlkernel.kernels.cpu import gemm, gemm_gradient, logprob, sampling
 from rlkernel.kernels.cpu.logprob import RowStatistics
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
@@ -101,7 +101,7 @@ class LinearLogprob:
             dz = logprob.logits_gradient(
                 z, statistics, ids, coefficient[first:last], np.float32(temperature), host.workers, host.bf16
             )
-            gemm.weight_gradient(dz, rows, grad, host.workers)
+            gemm_gradient.weight_gradient(dz, rows, grad, host.workers)
             columns = host.weights.columns(region)
             real = None
             if columns.depth > dz.shape[1]:  # packed in whole vocabulary shards, of which only real ids are added

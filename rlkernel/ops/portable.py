@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 
 from rlkernel.contract.hostscalars import attention_scales
 from rlkernel.errors import NumericsError
-from rlkernel.kernels.cpu import activation, attention, attention_backward, embedding, gemm, norm, rope
+from rlkernel.kernels.cpu import (
+    activation,
+    attention,
+    attention_backward,
+    embedding,
+    gemm,
+    gemm_gradient,
+    norm,
+    panels,
+    rope,
+)
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 
@@ -125,10 +135,10 @@ class ColumnParallel:
         matrices = [name for name in region.weights if name.endswith(".weight")]
         biases = [name for name in region.weights if name.endswith(".bias")]
         for name, dy in zip(matrices, flat, strict=True):
-            gemm.weight_gradient(dy, saved, host.gradients.buffer(name), host.workers)
+            gemm_gradient.weight_gradient(dy, saved, host.gradients.buffer(name), host.workers)
         for name, dy in zip(biases, flat, strict=bool(biases)):
-            gemm.bias_gradient(dy, host.gradients.buffer(name), host.workers)
-        fused = gemm.join_columns(flat, host.weights.dgrad_rows(region), host.workers)
+            gemm_gradient.bias_gradient(dy, host.gradients.buffer(name), host.workers)
+        fused = panels.join_columns(flat, host.weights.dgrad_rows(region), host.workers)
         return (gemm.matmul(fused, host.weights.columns(region), host.workers, leaves=host.tp, bf16=host.bf16),)
 
 
@@ -148,7 +158,7 @@ class RowParallel:
     def backward(self, region: Region, saved: Array, grads: Sequence[Array], host: Host) -> tuple[Array]:
         assert host.gradients is not None
         (dy,) = grads
-        gemm.weight_gradient(dy, saved, host.gradients.buffer(region.weights[0]), host.workers)
+        gemm_gradient.weight_gradient(dy, saved, host.gradients.buffer(region.weights[0]), host.workers)
         dx = gemm.matmul(dy, host.weights.columns(region), host.workers, bf16=host.bf16)
         return (dx.reshape(len(dx), host.config.num_heads, host.config.head_dim) if self._heads else dx,)
 

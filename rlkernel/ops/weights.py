@@ -14,7 +14,7 @@ from rlkernel.contract.identity import TensorEntry, manifest_digest
 from rlkernel.errors import ModelError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32
 from rlkernel.kernels.cpu.digest import panels_digest, tensor_digest
-from rlkernel.kernels.cpu.gemm import Panels, pack_columns, pack_rows, unpack_row
+from rlkernel.kernels.cpu.panels import Panels, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.definition import ModelDefinition, Region
 

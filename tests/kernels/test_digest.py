@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu import digest as digest_module
 from rlkernel.kernels.cpu.digest import float32_rows_digest, panels_digest, tensor_digest
-from rlkernel.kernels.cpu.gemm import pack_rows
 from rlkernel.kernels.cpu.microkernel import PANEL_WIDTH
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.threads import Workers
 from tests.kernels.arith import bits, hazards, round_bf16
 

@@ -16,16 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 from rlkernel.errors import ContractError
-from rlkernel.kernels.cpu import gemm
-from rlkernel.kernels.cpu.gemm import (
-    bias_gradient,
-    matmul,
-    pack_columns,
-    pack_rows,
-    unpack_row,
-    weight_gradient,
-)
+from rlkernel.kernels.cpu import gemm, gemm_gradient
+from rlkernel.kernels.cpu.gemm import matmul
+from rlkernel.kernels.cpu.gemm_gradient import bias_gradient, weight_gradient
 from rlkernel.kernels.cpu.microkernel import PANEL_WIDTH, vector_shape
+from rlkernel.kernels.cpu.panels import join_columns, pack_columns, pack_rows, unpack_row
 from rlkernel.kernels.cpu.threads import Workers
 from tests.kernels.arith import (
     F32,
@@ -187,7 +182,7 @@ def test_empty_operands(workers: Workers) -> None:
 def test_weight_gradient_continues_the_chain(
     tokens: int, rows: int, columns: int, threads: int, many_tasks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm, "_GRADIENT_SCRATCH", 1)  # blocks of tokens as small as they get
+    monkeypatch.setattr(gemm_gradient, "_SCRATCH", 1)  # blocks of tokens as small as they get
     pool = Workers(threads)
     dy, x, start = normal(17, tokens, rows), normal(18, tokens, columns), normal(19, rows, columns)
     expected = matmul_chain(dy.T, x.T, start)
@@ -357,8 +352,8 @@ def test_joined_columns_are_where_the_order_says(workers):
         [np.r_[24 * g : 24 * g + 24, 48 + 8 * g : 56 + 8 * g, 64 + 8 * g : 72 + 8 * g] for g in (0, 1)]
     )
     for order in (np.arange(80), groups, generator.permutation(80), np.arange(40, 60), np.arange(0)):
-        np.testing.assert_array_equal(gemm.join_columns(parts, order, workers), side_by_side[:, order])
+        np.testing.assert_array_equal(join_columns(parts, order, workers), side_by_side[:, order])
     with pytest.raises(ContractError, match="from 3 to 80 for 80 columns"):
-        gemm.join_columns(parts, np.array([80, 3]), workers)
+        join_columns(parts, np.array([80, 3]), workers)
     with pytest.raises(ContractError, match="300 rows"):
-        gemm.join_columns([parts[0], parts[1][:5]], np.arange(4), workers)
+        join_columns([parts[0], parts[1][:5]], np.arange(4), workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlkernel.kernels.cpu import gemm
+from rlkernel.kernels.cpu import gemm, panels
 from rlkernel.kernels.cpu.memory import aligned_empty, aligned_scratch, aligned_zeros
 from rlkernel.kernels.cpu.threads import Workers
 
@@ -30,10 +30,10 @@ def test_small_and_empty_arrays_have_their_shape(shape) -> None:
 
 def test_what_products_stream_is_aligned() -> None:
     workers = Workers(1)
-    for pack in (gemm.pack_rows, gemm.pack_columns):
-        panels = pack(np.ones((700, 300), np.float32), workers)
-        assert panels.data.ctypes.data % 64 == 0 and panels.data[0].nbytes % 64 == 0
-    assert gemm.matmul(np.ones((9, 300), np.float32), gemm.pack_rows(np.ones((700, 300), np.float32), workers),
+    for pack in (panels.pack_rows, panels.pack_columns):
+        packed = pack(np.ones((700, 300), np.float32), workers)
+        assert packed.data.ctypes.data % 64 == 0 and packed.data[0].nbytes % 64 == 0
+    assert gemm.matmul(np.ones((9, 300), np.float32), panels.pack_rows(np.ones((700, 300), np.float32), workers),
                        workers).ctypes.data % 64 == 0  # fmt: skip
     scratch = aligned_scratch(3, 1001)
     assert scratch.shape == (3, 1008) and all(row.ctypes.data % 64 == 0 for row in scratch)

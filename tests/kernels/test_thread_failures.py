@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlkernel.kernels.cpu.gemm import matmul, pack_rows
+from rlkernel.kernels.cpu.gemm import matmul
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.threads import ThreadPool, Workers
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="threads share work where there are two CPUs")
 NO_MEMORY = """
 import os, resource, sys
 import numpy as np
-from rlkernel.kernels.cpu.gemm import matmul, pack_rows
+from rlkernel.kernels.cpu.gemm import matmul
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.threads import Workers
 depth, workers, alone = 4096, Workers(2), Workers(1)
 draw = np.random.default_rng(0)
@@ -179,3 +181,21 @@ def test_a_signal_leaves_a_product_only_when_nobody_writes_any_more() -> None:
     workers.probe()
     time.sleep(0.2)
     assert (out == -1.0).all()
+
+
+def test_threads_end_where_the_system_refuses_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            ThreadPool(4)
+    for thread in started:
+        thread.join(10)
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlkernel.kernels.cpu import gemm, threads
-from rlkernel.kernels.cpu.gemm import matmul, pack_rows
+from rlkernel.kernels.cpu.gemm import matmul
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.spinning import ASLEEP, JOB, LISTENING, STATE
 from rlkernel.kernels.cpu.threads import ThreadPool, Workers
 

@@ -85,8 +85,6 @@ def test_parameters_are_bound(files: Path) -> None:
         ("bad.py:annotated", REWARD, {}, "annotation"),
         ("bad.py:value", REWARD, {}, "is a int"),
         ("bad.py:nothing", REWARD, {}, "has no 'nothing'"),
-        ("good.py:needs", REWARD, {}, "needs the parameter 'weight'"),
-        ("good.py:typed", REWARD, {"wieght": 1}, "no parameter 'wieght'"),
         ("raises.py:x", REWARD, {}, "RuntimeError: at import"),
         ("needs.py:x", REWARD, {}, "surely_not_installed"),
         ("nowhere.py:x", REWARD, {}, "there is no file"),
@@ -102,6 +100,42 @@ def test_functions_that_do_not_fit(
     with pytest.raises(FunctionProblem) as caught:
         load_function(f"{files}/{name}", parameters, signature, {})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "parameters", "due"),
+    [
+        ("needs", REWARD, {}, {None: "needs the parameter 'weight'"}),
+        ("typed", REWARD, {"wieght": 1}, {"wieght": "no parameter 'wieght'"}),
+        ("typed", REWARD, {"weight": "two"}, {"weight": "'two' is not possible: a number is needed"}),
+        ("rows", SOURCE, {"size": 2.0}, {"size": "2.0 is not possible: a whole number is needed, written without"}),
+        ("rows", SOURCE, {"size": True}, {"size": "true is not possible: a whole number is needed"}),
+        ("rows", SOURCE, {"size": None}, {"size": "an empty value is not possible: a whole number is needed"}),
+        ("rows", SOURCE, {"sise": 1, "size": "x", "y": 2}, {"sise": "no", "size": "whole", "y": "parameter 'y'"}),
+    ],
+)
+def test_every_parameter_that_does_not_fit_is_named(
+    files: Path, name: str, signature: Signature, parameters: dict[str, object], due: dict[str | None, str]
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        load_function(f"{files}/good.py:{name}", parameters, signature, {})
+    found = {problem.parameter: str(problem) for problem in caught.value.exceptions}  # type: ignore[union-attr]
+    assert set(found) == set(due)
+    for key, words in due.items():
+        assert words in found[key]
+
+
+def test_parameters_of_declared_types_fit(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "from typing import Literal\n"
+        "class Own: pass\n"
+        "def f(prompt, sample, text, a: tuple[int, ...] = (), b: float | None = None, c: Literal['x', 'y'] = 'x',\n"
+        "      d: dict[str, list[float]] = {}, e: Own = None): return 1.0\n"
+    )
+    load_function(f"{tmp_path}/f.py:f", {"a": [1, 2], "b": 3, "c": "y", "d": {"k": [1, 2.5]}, "e": 5}, REWARD, {})
+    with pytest.raises(ExceptionGroup) as caught:
+        load_function(f"{tmp_path}/f.py:f", {"a": [1, "2"], "b": "3", "c": "z", "d": {"k": 1}}, REWARD, {})
+    assert [problem.parameter for problem in caught.value.exceptions] == ["a", "b", "c", "d"]  # type: ignore[union-attr]
 
 
 def test_names_and_dotted_paths() -> None:

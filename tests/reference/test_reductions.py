@@ -14,6 +14,8 @@ from hardware.rocm import mfma
 from rlkernel.contract.points import Dependency, Merge, Precision, SixPoints, Split
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu import gemm, norm, optimizer
+from rlkernel.kernels.cpu.gemm_gradient import weight_gradient
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.reference import reductions
 from rlkernel.reference.arith import div, sqrt
@@ -52,7 +54,7 @@ def tensors(*arrays: Any) -> list[torch.Tensor]:
 def test_matmul_has_the_bits_of_the_compiled_gemm(kind: str, leaves: int) -> None:
     a, b, bias = operands(kind, (5, 48), (7, 48), (7,))
     points = entry(split=Split(leaves=leaves))
-    panels = gemm.pack_rows(b, WORKERS)
+    panels = pack_rows(b, WORKERS)
     found = reductions.matmul(points, *tensors(a, b), bias=torch.from_numpy(bias))
     assert_same_bits(found.numpy(), gemm.matmul(a, panels, WORKERS, leaves=leaves, bias=bias))
     found = reductions.matmul(points, *tensors(a, b))
@@ -65,15 +67,15 @@ def test_padding_behind_the_real_depth_is_left_out(kind: str, real: int) -> None
     a, b = operands(kind, (5, 48), (7, 48))
     borders = [min(12 * leaf, real) for leaf in range(5)]
     found = reductions.matmul(entry(split=Split(leaves=4)), *tensors(a[:, :real], b[:, :real]), borders=borders)
-    compiled = gemm.matmul(a, gemm.pack_rows(b, WORKERS), WORKERS, leaves=4, real=real)
+    compiled = gemm.matmul(a, pack_rows(b, WORKERS), WORKERS, leaves=4, real=real)
     assert_same_bits(found.numpy(), compiled)
 
 
 def test_padding_would_change_the_sign_of_a_zero() -> None:
     a, b = np.full((1, 8), 1e-30, np.float32), np.full((1, 8), -1e-30, np.float32)
     a[:, 4:] = b[:, 4:] = 0.0
-    panels = gemm.pack_rows(b, WORKERS)
-    assert bool(np.signbit(gemm.matmul(a[:, :4].copy(), gemm.pack_rows(b[:, :4].copy(), WORKERS), WORKERS))[0, 0])
+    panels = pack_rows(b, WORKERS)
+    assert bool(np.signbit(gemm.matmul(a[:, :4].copy(), pack_rows(b[:, :4].copy(), WORKERS), WORKERS))[0, 0])
     taken = gemm.matmul(a, panels, WORKERS, leaves=1)
     assert not np.signbit(taken)[0, 0], "a product of zeros makes +0 of -0"
     with pytest.raises(ContractError, match="real elements"):
@@ -90,7 +92,7 @@ def test_matmul_of_bfloat16_tensors() -> None:
 def test_a_chain_is_continued_like_a_weight_gradient() -> None:
     dy, x, grad = operands("spread", (11, 6), (11, 5), (6, 5))
     expected = grad.copy()
-    gemm.weight_gradient(dy, x, expected, WORKERS)
+    weight_gradient(dy, x, expected, WORKERS)
     start = torch.from_numpy(grad)
     found = reductions.matmul(entry(), *(t.T for t in tensors(dy, x)), start=start)
     assert_same_bits(found.numpy(), expected)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlkernel.kernels.cpu import gemm, norm
+from rlkernel.kernels.cpu.panels import Panels, pack_rows, unpack_row
 from rlkernel.ops.composition import Composition
 from rlkernel.ops.head import LinearLogprob
 from rlkernel.ops.portable import Attention, ColumnParallel, RmsNorm, RowParallel
@@ -20,10 +21,10 @@ from vime.runtime.assembly import Sides
 from vime.runtime.sides import build_engine_in_child
 
 
-def reversed_matmul(a: np.ndarray, panels: gemm.Panels, workers: Any, **options: Any) -> np.ndarray:
+def reversed_matmul(a: np.ndarray, panels: Panels, workers: Any, **options: Any) -> np.ndarray:
     """The same product, each chain run over k descending."""
-    rows = gemm.unpack_row(panels, np.arange(panels.rows))
-    backwards = gemm.pack_rows(np.ascontiguousarray(rows[:, ::-1]), workers)
+    rows = unpack_row(panels, np.arange(panels.rows))
+    backwards = pack_rows(np.ascontiguousarray(rows[:, ::-1]), workers)
     return gemm.matmul(np.ascontiguousarray(a[:, ::-1]), backwards, workers, **options)
 
 
@@ -75,10 +76,10 @@ class _ReversedWeights:
     def __init__(self, weights: Any, workers: Any) -> None:
         self._weights, self._workers = weights, workers
 
-    def rows(self, region: Any) -> gemm.Panels:
+    def rows(self, region: Any) -> Panels:
         panels = self._weights.rows(region)
-        whole = gemm.unpack_row(panels, np.arange(panels.rows))
-        return gemm.pack_rows(np.ascontiguousarray(whole[:, ::-1]), self._workers)
+        whole = unpack_row(panels, np.arange(panels.rows))
+        return pack_rows(np.ascontiguousarray(whole[:, ::-1]), self._workers)
 
 
 class ReversedHead(LinearLogprob):

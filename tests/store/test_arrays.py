@@ -116,6 +116,32 @@ def test_truncated_chunk_and_metadata(store: ArrayStore, written: WrittenArrays)
         store.read(12, written.stored)
 
 
+@pytest.mark.parametrize("place", [".", "tokens", "empty", "sampled_at"])
+def test_every_bit_of_the_metadata_counts(store: ArrayStore, written: WrittenArrays, place: str) -> None:
+    """Also where no value depends on it: in the group's, and in names and fill values of the arrays'."""
+    path = store.root / "step-000012" / place / "zarr.json"
+    content = path.read_bytes()
+    assert store.read(12, written.stored, written.metadata)
+    for at in range(0, len(content), 7):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(InvariantViolation, match="step 12"):
+            store.read(12, written.stored, written.metadata)
+    path.unlink()
+    with pytest.raises(InvariantViolation, match="step 12"):
+        store.read(12, written.stored, written.metadata)
+    path.write_bytes(content)
+    assert store.read(12, written.stored, written.metadata)
+
+
+def test_the_metadata_of_the_store_itself(store: ArrayStore) -> None:
+    assert store.root_problem() is None
+    path = store.root / "zarr.json"
+    path.write_text(path.read_text().replace("attributes", "bttributes"))
+    assert "is not the metadata of this store's group" in str(store.root_problem())
+    path.unlink()
+    assert "cannot be read" in str(store.root_problem())
+
+
 def test_changed_shape_in_the_metadata(store: ArrayStore, written: WrittenArrays) -> None:
     path = store.root / "step-000012" / "tokens" / "zarr.json"
     data = json.loads(path.read_text())

@@ -82,7 +82,7 @@ class Piped:
 
     @staticmethod
     def _serve(connection: Connection, participant: Participant, answers: int | None) -> None:
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             while answers is None or answers > 0:
                 answer = participant.answer(decode(connection.recv_bytes()))
                 if answer is not None:
@@ -99,7 +99,7 @@ class Piped:
     def receive(self) -> bytes | None:
         try:
             return self.connection.recv_bytes() if self.connection.poll() else None
-        except EOFError as error:
+        except (EOFError, OSError) as error:  # reset, if it closed with a frame unread
             raise ChannelClosed("the pipe is closed") from error
 
 

@@ -57,6 +57,7 @@ def _m(
 BF16 = "bfloat16"
 _IMPORT_GEMM = "from rlkernel.kernels.cpu.primitives import round_bf16"
 _FMA_LANES = "lanes[j] = fma(a_part[j], b_part[j], lanes[j])"
+_IMPORT_WGRAD = "from rlkernel.kernels.cpu.panels import pack_columns"
 _BODY = "b_row = at(b, builder.mul(k, constant(PANEL_WIDTH)), builder.mul(b_panel, constant(panel)))"
 _FOLLOWING = "following = builder.call(fma, [broadcast, b_vectors[v], sums[r, v]])"
 _WIDE = "ir.VectorType(ir.DoubleType(), LANES)"
@@ -114,18 +115,18 @@ GEMM = (
        "gemm.py", "panels.data.reshape(-1), panels.rows, leaves", "widen(narrow(panels.data)).reshape(-1), panels.rows, leaves",
        "gemm.py", _IMPORT_GEMM, _IMPORT_GEMM + "\nfrom rlkernel.kernels.cpu.convert import narrow, widen"),
     _m("wgrad: tokens descending", ORDER, "gate_up_proj", BACKWARD,
-       "gemm.py", "packed_dy = pack_columns(dy[start : start + tokens], workers).data", "packed_dy = pack_columns(dy[start : start + tokens][::-1], workers).data",
-       "gemm.py", "packed_x = pack_columns(x[start : start + tokens], workers).data", "packed_x = pack_columns(x[start : start + tokens][::-1], workers).data"),
+       "gemm_gradient.py", "packed_dy = pack_columns(dy[start : start + tokens], workers).data", "packed_dy = pack_columns(dy[start : start + tokens][::-1], workers).data",
+       "gemm_gradient.py", "packed_x = pack_columns(x[start : start + tokens], workers).data", "packed_x = pack_columns(x[start : start + tokens][::-1], workers).data"),
     _m("wgrad: each call from +0", SPLIT, "down_proj", BACKWARD,
-       "gemm.py", "    step = max(_DEPTH_BLOCK, _GRADIENT_SCRATCH // max(rows, columns))\n", "    step = max(_DEPTH_BLOCK, _GRADIENT_SCRATCH // max(rows, columns))\n    outer, grad = grad, np.zeros_like(grad)\n",
-       "gemm.py", "            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n", "            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n    outer += grad\n"),
+       "gemm_gradient.py", "    step = max(DEPTH_BLOCK, _SCRATCH // max(rows, columns))\n", "    step = max(DEPTH_BLOCK, _SCRATCH // max(rows, columns))\n    outer, grad = grad, np.zeros_like(grad)\n",
+       "gemm_gradient.py", "            grain=grain_of(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n", "            grain=grain_of(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n    outer += grad\n"),
     _m("wgrad: kept in bfloat16", PRECISION, "o_proj", BACKWARD,
-       "gemm.py", "            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n", "            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n    grad[:] = widen(narrow(grad))\n",
-       "gemm.py", _IMPORT_GEMM, _IMPORT_GEMM + "\nfrom rlkernel.kernels.cpu.convert import narrow, widen", dtype=BF16),
+       "gemm_gradient.py", "            grain=grain_of(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n", "            grain=grain_of(min(rows, PANEL_WIDTH), tokens * panels_of_part),\n        )  # fmt: skip\n    grad[:] = widen(narrow(grad))\n",
+       "gemm_gradient.py", _IMPORT_WGRAD, _IMPORT_WGRAD + "\nfrom rlkernel.kernels.cpu.convert import narrow, widen", dtype=BF16),
     _m("bias gradient: tokens descending", ORDER, "qkv_proj", BACKWARD,
-       "gemm.py", "    for t in range(dy.shape[0]):\n        for n in range(first, last):", "    for t in range(dy.shape[0] - 1, -1, -1):\n        for n in range(first, last):", preset="tiny-qwen2"),
+       "gemm_gradient.py", "    for t in range(dy.shape[0]):\n        for n in range(first, last):", "    for t in range(dy.shape[0] - 1, -1, -1):\n        for n in range(first, last):", preset="tiny-qwen2"),
     _m("bias gradient: the last token left out", DEPENDENCY, "qkv_proj", BACKWARD,
-       "gemm.py", "    for t in range(dy.shape[0]):\n        for n in range(first, last):", "    for t in range(dy.shape[0] - 1):\n        for n in range(first, last):", preset="tiny-qwen2"),
+       "gemm_gradient.py", "    for t in range(dy.shape[0]):\n        for n in range(first, last):", "    for t in range(dy.shape[0] - 1):\n        for n in range(first, last):", preset="tiny-qwen2"),
     _m("dgrad: not rounded", ROUNDING, "down_proj", BACKWARD,
        "portable.py", "dx = gemm.matmul(dy, host.weights.columns(region), host.workers, bf16=host.bf16)", "dx = gemm.matmul(dy, host.weights.columns(region), host.workers)", dtype=BF16),
     _m("dgrad: leaves ignored", SPLIT, "gate_up_proj", BACKWARD,

@@ -6,6 +6,8 @@ import numpy as np
 
 from rlkernel.contract.hostscalars import attention_scales
 from rlkernel.kernels.cpu import activation, attention, attention_backward, embedding, gemm, logprob, norm, rope
+from rlkernel.kernels.cpu.gemm_gradient import weight_gradient
+from rlkernel.kernels.cpu.panels import pack_columns, pack_rows
 from rlkernel.kernels.cpu.threads import Workers
 
 ONE = Workers(1)
@@ -20,7 +22,7 @@ def rms_norm(x, weight, eps):
 
 
 def project(x, weight):
-    return gemm.matmul(x, gemm.pack_rows(weight, ONE), ONE)
+    return gemm.matmul(x, pack_rows(weight, ONE), ONE)
 
 
 def rotate(x, positions, cos, sin):
@@ -69,8 +71,8 @@ def rms_norm_gradient(dy, x, weight, eps, dw):
 
 
 def project_gradient(dy, x, weight, dw):
-    gemm.weight_gradient(dy, x, dw, ONE)
-    return gemm.matmul(dy, gemm.pack_columns(weight, ONE), ONE), dw
+    weight_gradient(dy, x, dw, ONE)
+    return gemm.matmul(dy, pack_columns(weight, ONE), ONE), dw
 
 
 def rotate_gradient(dy, positions, cos, sin):

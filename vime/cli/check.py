@@ -30,10 +30,10 @@ def check(pipeline: str, overrides: tuple[str, ...], graph: bool, resolved: bool
     try:
         prepared = prepare(read_pipeline(pipeline, overrides), new_run=False)
     except PipelineError as error:
-        for problem in error.problems:
-            click.echo(json.dumps(problem.as_json()) if as_json else str(problem), err=not as_json)
-        click.echo(f"vime: {counted(len(error.problems), 'problem')} in {pipeline}; nothing was started", err=True)
-        return error.exit_code
+        if as_json:
+            for problem in error.problems:
+                click.echo(json.dumps(problem.as_json()))
+        raise
     if as_json:
         click.echo(json.dumps({"file": pipeline, "problems": 0, "pipeline": prepared.pipeline.model_dump(mode="json")}))
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from vime.cli.words import counted
 from vime.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from vime.report.summary import Status
     from vime.store.run_view import RunView
     from vime.store.verify import Verification
     from vime.timeline.event import Event
@@ -45,7 +47,7 @@ def report(run_directory: str, as_json: bool) -> int:
     """Show the per-step reports of RUN. Exit code 1 if any compared token differed."""
     from vime.report.summary import RunSummary
     from vime.store.steps import evaluation_report, step_reports
-    from vime.timeline.events import ContractFixed, Evaluated, RunFinished, RunInterrupted
+    from vime.timeline.events import ContractFixed, Evaluated
 
     records = read_run(run_directory).records
     events = [record.event for record in records]
@@ -63,24 +65,33 @@ def report(run_directory: str, as_json: bool) -> int:
 
     from vime.report.terminal import render_terminal
 
-    finished = any(isinstance(event, RunFinished) for event in events)
-    last = events[-1] if events else None
+    status, reason = _standing(Path(run_directory), events)
     summary = RunSummary.from_data(
         Path(run_directory).resolve().name,
         steps,
         evaluations,
         identities=next((dict(event.sides) for event in events if isinstance(event, ContractFixed)), None),
-        status="finished" if finished else "stopped",
-        # an interruption that something follows was resumed: it is not how the run stands
-        reason=""
-        if finished
-        else last.reason
-        if isinstance(last, RunInterrupted)
-        else "it is still running, or was killed",
+        status=status,
+        reason=reason,
         native=_native_sides(events),
     )
     Console().print(render_terminal(summary))
     return code
+
+
+def _standing(folder: Path, events: Sequence[Event]) -> tuple[Status, str]:
+    """How a run stands, and why it is not finished."""
+    from vime.store.lock import holder_of
+    from vime.timeline.events import RunFinished, RunInterrupted
+
+    if any(isinstance(event, RunFinished) for event in events):
+        return "finished", ""
+    if (holder := holder_of(folder)) is not None:
+        return "running", f"{holder} works on it"
+    # an interruption that something follows was resumed: it is not how the run stands
+    if isinstance(events[-1], RunInterrupted):
+        return "stopped", events[-1].reason
+    return "stopped", f"it was killed; continue it with: vime resume {shlex.quote(str(folder))}"
 
 
 def _native_sides(events: Iterable[Event]) -> list[str]:

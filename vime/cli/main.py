@@ -24,7 +24,9 @@ from vime.cli.model import model
 from vime.cli.reveal import reveal
 from vime.cli.run import resume, run
 from vime.cli.verify import verify
+from vime.cli.words import counted
 from vime.errors import VimeError
+from vime.pipeline.problems import PipelineError
 
 
 class _ReaderLeft(Exception):
@@ -48,7 +50,8 @@ class _Commands(click.Group):
 def cli() -> None:
     """Reinforcement-learning post-training in which rollout engine and trainer compute the same bits.
 
-    Exit codes: 0 clean; 1 mismatch or violated invariant; 2 bad input; 3 interrupted, can be resumed.
+    Exit codes: 0 clean; 1 mismatch or violated invariant; 2 bad input; 3 interrupted, can be resumed; 141 nobody
+    reads the output any more.
     """
 
 
@@ -80,6 +83,10 @@ def invoke(arguments: Sequence[str]) -> int:
         return 2
     except (click.Abort, KeyboardInterrupt) as error:
         return _say("interrupted", exit_code(error))
+    except PipelineError as error:
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        return _say(f"{counted(len(error.problems), 'problem')}; nothing was started", error.exit_code)
     except (VimeError, RlkernelError) as error:
         return _say(str(error), exit_code(error))
     except _ReaderLeft:

@@ -14,7 +14,7 @@ import click
 
 from vime.cli.exits import exit_code
 from vime.cli.options import json_option, overrides_option, pipeline_argument
-from vime.errors import InputError, Interrupted, VimeError
+from vime.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
     from vime.pipeline.loading import LoadedPipeline
@@ -68,15 +68,12 @@ def resume(run_directory: str, overrides: tuple[str, ...], as_json: bool) -> int
 def _where_it_began(run_directory: Path) -> Iterator[None]:
     """The folder in which a run was started: its pipeline's relative paths, and those that user functions open, are
     relative to it. Where it is gone, or the log does not know, the current folder is kept."""
-    from vime.store.run_view import RunView
     from vime.timeline.events import RunStarted
+    from vime.timeline.log import read_start
+    from vime.timeline.manager import LOG_NAME
 
-    try:
-        events = [record.event for record in RunView.open(run_directory).records]
-    except VimeError:
-        events = []  # whoever opens the run next says what is wrong
-    started = next((event for event in events if isinstance(event, RunStarted)), None)
-    begun = None if started is None else started.observed.get("working_directory")
+    started = read_start(run_directory / LOG_NAME)  # whoever opens the run next says what is wrong with it
+    begun = started.observed.get("working_directory") if isinstance(started, RunStarted) else None
     here = os.getcwd()
     if not isinstance(begun, str) or begun == here:
         yield
@@ -163,7 +160,9 @@ def _drive(prepared: Prepared, as_json: bool, *, resume: bool, shown: str | None
         return f"nothing was written to {folder} yet: start the run again"
 
     with observing(as_json) as observer:
-        if not is_finished(Path(prepared.pipeline.run_directory)):
+        if is_finished(Path(prepared.pipeline.run_directory)):
+            click.echo("vime: this run is finished; its log is read, and its report written again", err=True)
+        else:
             observer.preparing()
         try:
             outcome = run_pipeline(prepared, resume=resume, observer=observer)

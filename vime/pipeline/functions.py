@@ -13,17 +13,21 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
 from vime.pipeline.problems import nearest_name
+from vime.pipeline.sentences import sentence
 from vime.types import GeneratedSample, Namespace, Prompt
 
 
@@ -99,6 +103,7 @@ def load_function(
 
     Raises:
         FunctionProblem: it cannot be found or imported, or does not fit.
+        ExceptionGroup: of one FunctionProblem for each parameter that is wrong.
     """
     function, module = _find(name, signature, tasks)
     if not callable(function):
@@ -231,23 +236,47 @@ def _check_signature(name: str, function: Any, parameters: Mapping[str, Any], ex
     if "return" in hints and not any(accepts(kind, hints["return"]) for kind in expected.returns):
         got = type_name(hints["return"])
         raise FunctionProblem(f"{name!r} declares that it returns {got}; {type_name(expected.returns[0])} is needed")
-    _check_parameters(name, items[len(wanted) :], parameters)
+    problems = list(_parameter_problems(name, items[len(wanted) :], parameters, hints))
+    if problems:
+        raise ExceptionGroup(f"parameters of {name!r}", problems)
 
 
-def _check_parameters(name: str, items: list[inspect.Parameter], parameters: Mapping[str, Any]) -> None:
+def _parameter_problems(
+    name: str, items: list[inspect.Parameter], parameters: Mapping[str, Any], hints: Mapping[str, Any]
+) -> Iterator[FunctionProblem]:
     free = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items)
     bindable = {
         item.name: item
         for item in items
         if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
-    for key in parameters:
-        if key not in bindable and not free:
+    for key, value in parameters.items():
+        if key in bindable:
+            if key in hints and (wrong := _misfit(value, hints[key], key)) is not None:
+                yield FunctionProblem(wrong, parameter=key)
+        elif not free:
             choices = f"its parameters are {', '.join(bindable)}" if bindable else "it has none"
-            raise FunctionProblem(f"{name!r} has no parameter {key!r}; {choices}", nearest_name(key, bindable), key)
+            yield FunctionProblem(f"{name!r} has no parameter {key!r}; {choices}", nearest_name(key, bindable), key)
     for key, item in bindable.items():
         if item.default is inspect.Parameter.empty and key not in parameters:
-            raise FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
+            yield FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
+
+
+def _misfit(value: Any, declared: Any, key: str) -> str | None:
+    """What is wrong with a value of the pipeline file for a parameter of a declared type, as a sentence; None: nothing.
+
+    A list of the file fits a tuple. Types that pydantic does not know are the function's own affair.
+    """
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(declared)
+        document = json.dumps(value)
+    except (PydanticUserError, TypeError, ValueError):
+        return None
+    try:
+        adapter.validate_json(document, strict=True)
+    except ValidationError as error:
+        return sentence(error.errors()[0], ("parameters", key))[0]
+    return None
 
 
 def accepts(declared: Any, given: Any) -> bool:

@@ -145,10 +145,12 @@ def _function(
     name = getattr(section, name_key)
     try:
         return load_function(name, section.parameters, signature, tasks)
-    except FunctionProblem as problem:
-        place = f"{key}.{name_key}" if problem.parameter is None else f"{key}.parameters.{problem.parameter}"
-        problems.append(loaded.problem(place, str(problem), problem.nearest))
-        return None
+    except* FunctionProblem as group:
+        for problem in group.exceptions:
+            assert isinstance(problem, FunctionProblem)
+            place = f"{key}.{name_key}" if problem.parameter is None else f"{key}.parameters.{problem.parameter}"
+            problems.append(loaded.problem(place, str(problem), problem.nearest))
+    return None
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:

@@ -7,11 +7,12 @@ announced one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ _FACTS = ("dtype", "shape", "digest")
 @dataclass(frozen=True)
 class WrittenArrays:
     """What ``arrays_written`` announces: name -> {digest, dtype, shape}; ``observed`` apart, as nothing compares it
-    between runs."""
+    between runs. ``metadata`` is the SHA-256 (hex) over the metadata files of the group and its arrays."""
 
     arrays: dict[str, dict[str, Any]]
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: str = ""
 
     @property
     def stored(self) -> dict[str, dict[str, Any]]:
@@ -94,19 +96,38 @@ class ArrayStore:
         return WrittenArrays(
             {name: facts[name] for name in sorted(arrays) if name not in observed},
             {name: facts[name] for name in sorted(observed)},
+            _metadata_digest(self.root / step_folder(step), sorted(arrays)),
         )
 
-    def read(self, step: int, announced: Mapping[str, Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    def read(
+        self, step: int, announced: Mapping[str, Mapping[str, Any]], metadata: str | None = None
+    ) -> dict[str, NDArray[Any]]:
         """All arrays of a step, each verified against what an event announced, arrays of wall times included.
 
-        Raises InvariantViolation naming step and array for anything missing, additional or changed.
+        ``metadata`` is the announced digest of the metadata files; None (older runs announced none): only what a value
+        depends on is verified. Raises InvariantViolation naming step and array for anything missing, additional or
+        changed.
         """
         if found := self.missing(step, announced) or self.foreign(step, announced):
             raise InvariantViolation(found)
         folder = self.root / step_folder(step)
         if additional := sorted(entry.name for entry in folder.iterdir() if entry.name not in {*announced, _METADATA}):
             raise InvariantViolation(f"step {step}: {', '.join(additional)} in {folder}: nothing announced it")
-        return {name: self._read_one(step, name, announced[name]) for name in sorted(announced)}
+        values = {name: self._read_one(step, name, announced[name]) for name in sorted(announced)}
+        if metadata is not None:
+            self._check_metadata(step, sorted(announced), metadata)
+        return values
+
+    def _check_metadata(self, step: int, arrays: Sequence[str], due: str) -> None:
+        folder = self.root / step_folder(step)
+        try:
+            found = _metadata_digest(folder, arrays)
+        except OSError as error:
+            raise InvariantViolation(f"step {step}: {error.filename} cannot be read ({error.strerror})") from error
+        if found != due:
+            raise InvariantViolation(
+                f"step {step}: a {_METADATA} in {folder} is not the one that was written, though every value is"
+            )
 
     def missing(self, step: int, announced: Collection[str]) -> str | None:
         """A sentence where a step's folder, or an array in it, does not exist; None else."""
@@ -165,6 +186,17 @@ class ArrayStore:
             raise InvariantViolation(f"{where}: its {key} is {found[key]}, but {due_fact} was announced")
         return values
 
+    def root_problem(self) -> str | None:
+        """A sentence if the store's own metadata are not those of an empty group; None else."""
+        path = self.root / _METADATA
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            return f"{path} cannot be read: {error}"
+        if found != {"attributes": {}, "zarr_format": 3, "node_type": "group"}:
+            return f"{path} is not the metadata of this store's group"
+        return None
+
     def steps(self) -> list[int]:
         """Steps that have a folder, announced or not, ascending."""
         found = (step_of(entry.name) for entry in self.root.iterdir())
@@ -209,6 +241,15 @@ def _chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> list[str]:
         return []
     counts = [math.ceil(n / c) for n, c in zip(shape, chunks, strict=True)]
     return [os.path.join("c", *(str(i) for i in index)) for index in np.ndindex(*counts)] if counts else ["c"]
+
+
+def _metadata_digest(folder: Path, arrays: Sequence[str]) -> str:
+    """SHA-256 (hex) over the metadata files of a step's group and its arrays, each with its length before it."""
+    hasher = hashlib.sha256()
+    for path in (folder / _METADATA, *(folder / name / _METADATA for name in arrays)):
+        content = path.read_bytes()
+        hasher.update(len(content).to_bytes(8, "little") + content)
+    return hasher.hexdigest()
 
 
 def _attributes(folder: Path) -> Mapping[str, Any]:

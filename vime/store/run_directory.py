@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vime.errors import InputError, InvariantViolation
 from vime.store.announced import announced_files, check_announced, sha256
-from vime.store.arrays import ArrayStore, describe_array
+from vime.store.arrays import ArrayStore, WrittenArrays, describe_array
 from vime.store.checkpoints import Checkpoint, CheckpointStore
 from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
 from vime.store.lock import RunLock, holder_of
@@ -148,7 +148,7 @@ class RunDirectory:
                 return str(error)
             return None
 
-        timeline = Timeline.open_for_resume(path, problem)
+        timeline = Timeline.open_for_resume(path, problem, content=content)
         events = [record.event for record in content.records]
         announced = announced_arrays(events)
         found = [*set_aside(path, unexplained(stored_steps(path), content))]
@@ -196,16 +196,16 @@ class RunDirectory:
         """
         if self.timeline.logged_arrays(step) is None:
             written = self.arrays.write(step, arrays, observed)
-            event = ArraysWritten(step=step, arrays=written.arrays, observed={"arrays": written.observed})
+            event = ArraysWritten(step=step, arrays=written.arrays, observed=_observed(written))
             self._announced[step] = self.timeline.append(event)
             return self._announced[step]
         facts = {name: describe_array(array) for name, array in arrays.items() if name not in observed}
         event = self.timeline.append(ArraysWritten(step=step, arrays=facts))
         try:
-            self.arrays.read(step, self._announced[step].stored)
+            self.arrays.read(step, self._announced[step].stored, self._announced[step].metadata)
         except InvariantViolation:
             again = self.arrays.write(step, arrays, observed)
-            told = self.timeline.append(ArraysRestored(step=step, observed={"arrays": again.observed}))
+            told = self.timeline.append(ArraysRestored(step=step, observed=_observed(again)))
             self._announced[step] = restored(event, told)
         return self._announced[step]
 
@@ -214,7 +214,7 @@ class RunDirectory:
         known = self.timeline.state.steps.get(step)
         if known is None or known.arrays is None:
             raise InputError(f"step {step} has no arrays; the timeline has {sorted(self.timeline.state.steps)}")
-        return self.arrays.read(step, self._announced[step].stored)
+        return self.arrays.read(step, self._announced[step].stored, self._announced[step].metadata)
 
     def write_checkpoint(self, step: int, write: Callable[[Path], Mapping[str, str]]) -> CheckpointWritten:
         """Let ``write(folder)`` store everything that the next step depends on, announce it, delete the oldest.
@@ -291,6 +291,10 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _observed(written: WrittenArrays) -> dict[str, Any]:
+    return {"arrays": written.observed, "metadata": written.metadata}
 
 
 def _lost_arrays(arrays: ArrayStore, announced: Mapping[int, ArraysWritten], resumption: Resumption) -> Iterator[str]:

@@ -31,7 +31,8 @@ def announced_arrays(events: Iterable[Event]) -> dict[int, ArraysWritten]:
 
 def restored(announced: ArraysWritten, event: ArraysRestored) -> ArraysWritten:
     """An announcement with the arrays of wall times that were written later."""
-    return replace(announced, observed={**announced.observed, "arrays": event.observed.get("arrays", {})})
+    now = {key: event.observed[key] for key in ("arrays", "metadata") if key in event.observed}
+    return replace(announced, observed={**announced.observed, "arrays": {}, **now})
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,4 @@ class RunView:
         announced = self.announced_arrays()
         if step not in announced:
             raise InputError(f"step {step} of {self.path} has no arrays; steps with arrays: {sorted(announced)}")
-        return self.arrays.read(step, announced[step].stored)
+        return self.arrays.read(step, announced[step].stored, announced[step].metadata)

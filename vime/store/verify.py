@@ -75,7 +75,7 @@ def verify_run(run: Path) -> Verification:
     arrays = 0
     for step, event in announced.items():
         try:
-            arrays += len(view.arrays.read(step, event.stored))
+            arrays += len(view.arrays.read(step, event.stored, event.metadata))
         except InvariantViolation as error:
             problems.append(str(error))
     checkpoints = _checkpoints(view, problems)
@@ -86,6 +86,8 @@ def verify_run(run: Path) -> Verification:
         for step in sorted(stored.checkpoints - named):
             problems.append(f"step {step}: a checkpoint is stored that no event announced")
         problems.extend(_odd_names(view.path / ARRAYS_NAME, ("zarr.json",)))
+        if odd_root := view.arrays.root_problem():
+            problems.append(odd_root)
         problems.extend(_odd_names(view.path / CHECKPOINTS_NAME))
         problems.extend(_views(view))
     return Verification(

@@ -110,7 +110,7 @@ def diff_runs(left: Path, right: Path) -> Difference | None:
             raise InputError(f"the log of {view.path} holds no event: there is nothing to compare")
     for view in views:
         for step, event in view.announced_arrays().items():
-            view.arrays.read(step, event.stored)
+            view.arrays.read(step, event.stored, event.metadata)
     steps = _steps_of_samples(views[0]) | _steps_of_samples(views[1])
     asked: Difference | None = None
     for a, b in zip_longest(*(in_canonical_order(view.records) for view in views)):

@@ -243,7 +243,8 @@ class BatchAssigned(Event):
 class ArraysWritten(Event):
     """The step's arrays are on disk: ``name -> {"digest", "dtype", "shape"}``.
 
-    ``observed["arrays"]`` says the same of arrays of wall times, which no two runs share.
+    ``observed["arrays"]`` says the same of arrays of wall times, which no two runs share, and ``observed["metadata"]``
+    is the digest of the metadata files.
     """
 
     type: ClassVar[str] = "arrays_written"
@@ -256,12 +257,18 @@ class ArraysWritten(Event):
         """Everything that is stored of the step, arrays of wall times included."""
         return {**self.arrays, **self.observed.get("arrays", {})}
 
+    @property
+    def metadata(self) -> str | None:
+        """Digest of the metadata files; None where none was announced."""
+        return self.observed.get("metadata")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArraysRestored(Event):
     """Announced arrays were gone or damaged when the run was resumed, and were made again.
 
-    ``observed["arrays"]`` says what the arrays of wall times hold now; all others are as they were announced.
+    ``observed["arrays"]`` says what the arrays of wall times hold now, ``observed["metadata"]`` the digest of the
+    metadata files; all others are as they were announced.
     """
 
     type: ClassVar[str] = "arrays_restored"

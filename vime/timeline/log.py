@@ -136,6 +136,16 @@ def read_log(path: Path) -> LogContent:
         raise InvariantViolation(f"{path}: {error}") from error
 
 
+def read_start(path: Path) -> Event | None:
+    """The first event of a log; None where there is none that could be read. Nothing behind it is looked at."""
+    try:
+        with path.open("rb") as lines:
+            line = lines.readline()
+        return _decode(line, 1)[1] if _intact(line) else None
+    except (OSError, InvariantViolation):
+        return None
+
+
 def _parse(content: bytes) -> LogContent:
     records: list[Record] = []
     head, offset = Head(-1, GENESIS), 0

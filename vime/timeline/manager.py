@@ -91,13 +91,16 @@ class Timeline:
         folder: Path,
         checkpoint_problem: CheckpointCheck = lambda record, event: None,
         clock: Callable[[], float] = time.time,
+        content: LogContent | None = None,
     ) -> Timeline:
         """Go back to the last usable checkpoint, or to the start, and replay from there.
+
+        ``content`` is the log's, for a caller who has read it since the run was locked.
 
         Raises InputError without a log and InvariantViolation for a log that is damaged in the middle or breaks
         an invariant. A damaged tail is cut off.
         """
-        content = read_log(folder / LOG_NAME)
+        content = content if content is not None else read_log(folder / LOG_NAME)
         whole = check_all(record.event for record in content.records)
         finished = whole.finished is not None
         rejected: list[str] = []

@@ -20,30 +20,16 @@ from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.jit import c_function, device_function, kernel
 from rlkernel.kernels.cpu.memory import aligned_empty
 from rlkernel.kernels.cpu.microkernel import MAX_ROWS, PAIR_ROWS, PANEL_WIDTH, fma_pair, fma_tile
-from rlkernel.kernels.cpu.panels import Panels, join_columns, pack_columns, pack_rows, unpack_row
+from rlkernel.kernels.cpu.panels import Panels
 from rlkernel.kernels.cpu.primitives import round_bf16
 from rlkernel.kernels.cpu.spinning import BOX_WORDS, FIELDS, array_at, claim, collect, post, put_array, take
 from rlkernel.kernels.cpu.threads import Workers
 
-__all__ = [
-    "Panels",
-    "bias_gradient",
-    "join_columns",
-    "matmul",
-    "matmul_parts",
-    "pack_columns",
-    "pack_rows",
-    "unpack_row",
-    "weight_gradient",
-]
-
 Array = np.ndarray[Any, Any]
 
-_DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
+DEPTH_BLOCK = 512  # PANEL_WIDTH * 512 floats: 128 KiB at the widest panel
 _BUFFER_BLOCKS = 16  # row blocks that share one leaf buffer
 _ROW_GROUP = 48  # row blocks that meet all panels in turn: their part of a stays in the second-level cache
-_GRADIENT_CACHE = 128 * 1024  # float32 elements of x that stay in the second-level cache meanwhile
-_GRADIENT_SCRATCH = 16 * 1024 * 1024  # float32 elements of dy or x packed at a time
 _MOST_PARTS = 3  # matrices that one product can be cut into (q, k, v); one number, so that one kernel is compiled
 _EMPTY = np.zeros(0, np.float32)
 # Estimates that only decide when another thread pays: waking one costs 15 us, several times that on a busy machine;
@@ -61,7 +47,7 @@ def _chains(block_first, block_last, blocks, rows, a, a_row, a_k, k_first, k_las
     """Chains over k_first..k_last of the row blocks; c_base is the place of the matrix's row 0."""
     k = k_first
     while True:
-        k_end = min(k + _DEPTH_BLOCK, k_last)
+        k_end = min(k + DEPTH_BLOCK, k_last)
         for block in range(block_first, block_last):
             row = rows * block // blocks
             count = rows * (block + 1) // blocks - row
@@ -289,13 +275,16 @@ def _matmul_shared(
     return len(buffers)  # used after the last collection, so that their memory is not given back before
 
 
-def _grain(rows: int, depth: int, pays: float = _TASK_NANOSECONDS) -> int:
-    """Least number of tasks (a panel by ``rows`` rows) that take so many nanoseconds."""
+def grain_of(rows: int, depth: int, pays: float | None = None) -> int:
+    """Least number of tasks (a panel by ``rows`` rows) that take so many nanoseconds; as many as a waking pays for."""
+    if pays is None:
+        pays = _TASK_NANOSECONDS
     nanoseconds = depth * PANEL_WIDTH * max(rows / _FMA_PER_NANOSECOND, 1 / _ELEMENTS_PER_NANOSECOND)
     return max(1, int(pays / max(nanoseconds, 1.0)))
 
 
-def _check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
+def check_float32(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    """Raises ContractError naming the array unless it is C-contiguous float32 of this shape."""
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
         layout = "C-contiguous" if array.flags.c_contiguous else "not C-contiguous"
         raise ContractError(
@@ -308,7 +297,7 @@ def _check_left(a: Array, panels: Panels) -> int:
     """Number of rows of the left operand. Raises ContractError unless it fits the panels."""
     if a.ndim != 2:
         raise ContractError(f"the left operand of a matmul has 2 axes, not {a.ndim}")
-    _check_float32("the left operand of a matmul", a, (a.shape[0], panels.depth))
+    check_float32("the left operand of a matmul", a, (a.shape[0], panels.depth))
     return int(a.shape[0])
 
 
@@ -341,7 +330,7 @@ def matmul(
     if out is None:
         out = aligned_empty((rows, panels.rows))
     else:
-        _check_float32("the output of a matmul", out, (rows, panels.rows))
+        check_float32("the output of a matmul", out, (rows, panels.rows))
     _run_matmul(a, panels, [out], workers, leaves, bias, bf16, real)
     return out
 
@@ -383,7 +372,7 @@ def _run_matmul(
             "elements of several leaves; one leaf is packed without any"
         )
     if bias is not None:
-        _check_float32("the bias of a matmul", bias, (panels.rows,))
+        check_float32("the bias of a matmul", bias, (panels.rows,))
     rows = a.shape[0]
     if rows == 0 or panels.rows == 0:
         return
@@ -403,107 +392,14 @@ def _run_matmul(
         end0, end1, first.reshape(-1), second, third,
     )  # fmt: skip
     task_rows = -(-rows // blocks)
-    least = _grain(task_rows, panels.depth, _SHARED_NANOSECONDS)
+    least = grain_of(task_rows, panels.depth, _SHARED_NANOSECONDS)
     if rows <= PAIR_ROWS:
         least += least % 2  # panels go by pairs
     boxes = workers.listeners() if tasks >= 2 * least else None
     if boxes is not None:
         _matmul_shared(boxes, _job(), tasks, least, *arguments)
         return
-    grain = _grain(task_rows, panels.depth)
+    grain = grain_of(task_rows, panels.depth)
     if 2 * least <= tasks < 2 * grain:
         workers.wake()  # too short to wait for those that sleep, but the next product can have them
     workers.run(_matmul, tasks, *arguments, grain=grain)
-
-
-@kernel
-def _weight_gradient(first, last, dy, rows, tokens, x, columns, column_parts, grad):
-    """Tasks first..last, task = group of panels of x * panels of dy + panel of dy. Panels packed; all arrays flat."""
-    row_panels = -(-rows // PANEL_WIDTH)
-    panels = -(-columns // PANEL_WIDTH)
-    ragged = np.empty(MAX_ROWS * PANEL_WIDTH, np.float32)
-    for task in range(first, last):
-        group = task // row_panels
-        row_panel = task - group * row_panels
-        panel_first, panel_last = panels * group // column_parts, panels * (group + 1) // column_parts
-        row_first = row_panel * PANEL_WIDTH
-        panel_rows = min(PANEL_WIDTH, rows - row_first)
-        tiles = -(-panel_rows // MAX_ROWS)
-        for t_first in range(0, tokens, _DEPTH_BLOCK):
-            t_count = min(_DEPTH_BLOCK, tokens - t_first)
-            dy_base = (row_panel * tokens + t_first) * PANEL_WIDTH
-            for tile in range(tiles):
-                r = panel_rows * tile // tiles
-                count = panel_rows * (tile + 1) // tiles - r
-                for p in range(panel_first, panel_last):
-                    column = p * PANEL_WIDTH
-                    width = min(PANEL_WIDTH, columns - column)
-                    place = (row_first + r) * columns + column
-                    x_base = (p * tokens + t_first) * PANEL_WIDTH
-                    if width == PANEL_WIDTH:
-                        fma_tile(
-                            count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, 0, grad, place, columns, t_count, True
-                        )
-                        continue
-                    for i in range(count):
-                        for j in range(PANEL_WIDTH):
-                            ragged[i * PANEL_WIDTH + j] = grad[place + i * columns + j] if j < width else f32(0.0)
-                    fma_tile(
-                        count, dy, dy_base + r, 1, PANEL_WIDTH, x, x_base, 0, ragged, 0, PANEL_WIDTH, t_count, True
-                    )
-                    for i in range(count):
-                        for j in range(width):
-                            grad[place + i * columns + j] = ragged[i * PANEL_WIDTH + j]
-
-
-def weight_gradient(dy: Array, x: Array, grad: Array, workers: Workers) -> None:
-    """Continue ``grad[n, k]`` over tokens: ``grad = fma(dy[t, n], x[t, k], grad)``, t ascending.
-
-    Args:
-        dy: float32 ``[T, N]``.
-        x: float32 ``[T, K]``.
-        grad: float32 ``[N, K]``, updated in place.
-
-    Raises:
-        ContractError: shapes or dtypes do not fit.
-    """
-    if dy.ndim != 2 or x.ndim != 2:
-        raise ContractError(f"dy and x of a weight gradient have 2 axes, not {dy.ndim} and {x.ndim}")
-    all_tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
-    _check_float32("dy of a weight gradient", dy, (all_tokens, rows))
-    _check_float32("x of a weight gradient", x, (all_tokens, columns))
-    _check_float32("the weight gradient", grad, (rows, columns))
-    if rows == 0 or columns == 0:
-        return
-    step = max(_DEPTH_BLOCK, _GRADIENT_SCRATCH // max(rows, columns))
-    for start in range(0, all_tokens, step):
-        tokens = min(step, all_tokens - start)
-        packed_dy = pack_columns(dy[start : start + tokens], workers).data
-        packed_x = pack_columns(x[start : start + tokens], workers).data
-        group = max(1, _GRADIENT_CACHE // (PANEL_WIDTH * min(tokens, _DEPTH_BLOCK)))
-        column_parts = -(-packed_x.shape[0] // group)
-        panels_of_part = -(-packed_x.shape[0] // column_parts)
-        workers.run(
-            _weight_gradient, column_parts * packed_dy.shape[0], packed_dy.reshape(-1), rows, tokens,
-            packed_x.reshape(-1), columns, column_parts, grad.reshape(-1),
-            grain=_grain(min(rows, PANEL_WIDTH), tokens * panels_of_part),
-        )  # fmt: skip
-
-
-@kernel
-def _bias_gradient(first, last, dy, grad):
-    for t in range(dy.shape[0]):
-        for n in range(first, last):
-            grad[n] = grad[n] + dy[t, n]
-
-
-def bias_gradient(dy: Array, grad: Array, workers: Workers) -> None:
-    """Continue ``grad[n] = add(grad[n], dy[t, n])`` over tokens, t ascending; dy float32 ``[T, N]``, grad ``[N]``.
-
-    Raises:
-        ContractError: shapes or dtypes do not fit.
-    """
-    _check_float32("dy of a bias gradient", dy, (dy.shape[0], dy.shape[1]))
-    _check_float32("the bias gradient", grad, (dy.shape[1],))
-    if dy.size:
-        workers.run(_bias_gradient, dy.shape[1], dy, grad, grain=1 + 200_000 // dy.shape[0])

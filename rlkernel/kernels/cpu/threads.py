@@ -165,11 +165,11 @@ class ThreadPool:
             )
             for i in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
         self._left, self._lock, self.forgotten = -1, RLock(), False
-        _POOLS.add(self)
         self._close = weakref.finalize(self, _end, self._tasks, self._posted, count)
+        for thread in self._threads:
+            thread.start()  # where the system refuses one, those before it end with this pool
+        _POOLS.add(self)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> _Pending:
         """Queue a call. Raises RuntimeError after :meth:`close`."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlkernel.contract.build import Contract
 from rlkernel.contract.entries import VOCABULARY_LEAF
 from rlkernel.kernels.cpu.convert import narrow, widen
-from rlkernel.kernels.cpu.gemm import Panels, unpack_row
+from rlkernel.kernels.cpu.panels import Panels, unpack_row
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.reference.arith import cast, div, mul, sub

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu import attention as attention_kernel
-from rlkernel.kernels.cpu import gemm, logprob, norm, optimizer
+from rlkernel.kernels.cpu import gemm, gemm_gradient, logprob, norm, optimizer
 from rlkernel.kernels.cpu.jit import kernel
+from rlkernel.kernels.cpu.panels import pack_rows
 from rlkernel.kernels.cpu.primitives import LN2, LOG2E, exp2_full, log2_full
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.discovery.formats import Array, Float64, float32_fma
@@ -27,7 +28,7 @@ _HEAD_DIM = 32
 def _gemm(n: int, rows: int, columns: int, dtype: str, parts: int, workers: Workers) -> Target:
     def call(a: Array, b: Array | None) -> Array:
         assert b is not None
-        panels = gemm.pack_rows(np.ascontiguousarray(b.T), workers)
+        panels = pack_rows(np.ascontiguousarray(b.T), workers)
         return gemm.matmul(a, panels, workers, leaves=parts, bf16=dtype == "bfloat16")
 
     return Target("rlkernel.gemm", n, call, rows, columns, 2, dtype, dtype)
@@ -39,7 +40,7 @@ def _weight_gradient(n: int, rows: int, columns: int, dtype: str, parts: int, wo
     def call(a: Array, b: Array | None) -> Array:
         assert b is not None
         grad = np.zeros((rows, columns), dtype=np.float32)
-        gemm.weight_gradient(np.ascontiguousarray(a.T), np.ascontiguousarray(b), grad, workers)
+        gemm_gradient.weight_gradient(np.ascontiguousarray(a.T), np.ascontiguousarray(b), grad, workers)
         return grad
 
     return Target("rlkernel.weight_gradient", n, call, rows, columns, 2, dtype, "float32")

@@ -20,6 +20,7 @@ from tests.runtime.crash.scene import (
 )
 from vime.cli.main import invoke
 from vime.errors import InputError
+from vime.store.lock import RunLock
 from vime.store.run_directory import RunDirectory, RunView
 from vime.store.verify import verify_run
 from vime.timeline.events import RunFinished
@@ -50,6 +51,20 @@ def test_finished_run_is_reported_again(whole: Whole, work: Path, capfd: pytest.
     assert (work / "run" / LOG_NAME).read_bytes() == log
     assert isinstance(RunView.open(work / "run").records[-1].event, RunFinished)
     assert differences(whole(PLAIN), PLAIN.finish(work / "run")) == []
+
+
+def test_a_report_tells_a_killed_run_from_one_that_runs(
+    whole: Whole, work: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole(PLAIN).run_directory, work / "run")
+    last = [record for record in RunView.open(work / "run").records if record.event.type == "step_finished"][-1]
+    os.truncate(work / "run" / LOG_NAME, last.end)
+    assert invoke(["report", str(work / "run")]) == 0
+    assert "the run is stopped: it was killed; continue it with: vime resume" in capfd.readouterr().out
+    lock = RunLock(work / "run")
+    assert invoke(["report", str(work / "run")]) == 0
+    assert f"the run is running: process {os.getpid()} on" in capfd.readouterr().out
+    lock.close()
 
 
 @pytest.mark.parametrize("event", ["sync_committed", "run_finished", "contract_fixed"])
