@@ -21,3 +21,7 @@ class Interrupted(VimeError):
     """The run stopped and can be resumed (full disk, signal, failing user function). Exit code 3."""
 
     exit_code = 3
+
+
+ERRORS: dict[str, type[VimeError]] = {error.__name__: error for error in (InputError, InvariantViolation, Interrupted)}
+"""By name, for those that another process reports."""

@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
@@ -74,9 +74,11 @@ def _header(path: Path) -> dict[str, _Stored]:
         with path.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ModelError(f"{path} is truncated: {size} bytes are too few for its header")
+                raise ModelError(
+                    f"{path} is truncated or damaged: {size} bytes are too few for the header it announces"
+                )
             header = json.loads(handle.read(length))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
     header.pop("__metadata__", None)
     try:

@@ -157,6 +157,7 @@ BROKEN_ENGINES: list[tuple[str, Plant, str]] = [
     ),
     ("staging", labels_staged_weights, "InvariantViolation"),
     ("staging", wraps("stage_weights", lambda _, digest: digest[::-1]), "that of their bytes is"),
+    ("staging", wraps("staged_manifest", lambda _, entries: entries[1:]), "the manifest of staged weights has"),
     ("digest", labels_served_weights, "it is a label, not read off bytes"),
     ("transaction", commits_anything, "a commit with another digest was accepted"),
     ("samples", loses_a_sample, "samples were lost: train/"),

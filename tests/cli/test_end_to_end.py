@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from tests.cli.closed_pipe import without_reader
 from tests.pipeline.helpers import text
 from vime.cli.exits import CLOSED_PIPE
 from vime.cli.main import invoke
+from vime.store.run_view import RunView
 
 Capture = pytest.CaptureFixture[str]
 
@@ -141,3 +146,48 @@ def test_a_native_run_says_that_it_proves_nothing(tmp_path: Path, capsys: Captur
     assert "The first two have to be equal" not in page
     evidence = page[page.index("<h2>Evidence") :]
     assert "{" not in evidence and "&#x27;" not in evidence
+
+
+def test_a_held_out_sample_is_asked_for_by_version(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(text(tmp_path / "run"))
+    assert call("run", file) == 0
+    capsys.readouterr()
+    log = RunView.open(tmp_path / "run").records
+    finished = [r.event for r in log if r.event.type == "sample_finished" and str(r.event.sample_id) == "eval/0/0"]
+    begun = [event.versions[0].version for event in finished]
+    assert len(set(begun)) > 1
+    for version, event in zip(begun, finished, strict=True):
+        arguments = ("provenance", tmp_path / "run", "--sample", "eval/0/0", "--position", event.num_prompt_tokens)
+        assert call(*arguments, "--version", version, "--json") == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["version"], facts["evaluated"]) == (version, begun)
+    assert call(*arguments, "--version", 77) == 2
+    assert "was begun with version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gap", [0.05, 0.4])
+def test_a_second_signal_changes_no_exit_code(tmp_path: Path, gap: float) -> None:
+    """Whether it comes before the run has stopped, or while the process ends."""
+    file = tmp_path / "p.yaml"
+    file.write_text(text(tmp_path / "run"))
+    command = [sys.executable, "-m", "vime", "run", str(file), "--set", "steps=500", "--set", "data.repeat=true"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "step 0" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        time.sleep(gap)
+        process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 3 and "Traceback" not in said, said
+
+
+def test_a_reason_that_is_no_text_is_still_told(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "r.py").write_text("def score(prompt, sample, text): raise ValueError('half \\ud800 of a pair')\n")
+    file = tmp_path / "p.yaml"
+    file.write_text(text(tmp_path / "run"))
+    assert call("run", file, "--set", f"stages.reward.function={tmp_path}/r.py:score") == 3
+    assert "half \\ud800 of a pair" in capsys.readouterr().err
+    assert "half \\ud800 of a pair" in (tmp_path / "run" / "report.html").read_text()

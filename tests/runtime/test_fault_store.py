@@ -179,6 +179,38 @@ def test_a_view_that_is_not_what_the_log_says_is_caught(vime, copy, view):
     assert code == 1 and f"{view} has {len(lines) - 1} lines, the event log makes {len(lines)}" in printed
 
 
+@pytest.mark.parametrize("view", ["steps.jsonl", "provenance.jsonl", "checkpoints/step-000001/manifest.json"])
+@pytest.mark.parametrize("change", ["newline", "space", "twice", "end"])
+def test_every_byte_of_a_view_and_a_manifest_counts(vime, copy, view, change):
+    """Also those that mean the same to a reader of JSON."""
+    content = (copy / view).read_bytes()
+    at = content.index(b"\n")
+    changed = {
+        "newline": content[:at] + b"\x0b" + content[at + 1 :],  # one bit; str.splitlines() splits there too
+        "space": content.replace(b": ", b":  ", 1),
+        "twice": content.replace(b"{", b'{"step": 99, ', 1),
+        "end": content[:-1],
+    }[change]
+    (copy / view).write_bytes(changed)
+    code, printed = vime.call("timeline", str(copy), "--verify")
+    assert code == 1 and Path(view).name in printed, printed
+
+
+@pytest.mark.parametrize("file", ["pipeline.yaml", "arrays.zarr/zarr.json", "checkpoints/step-000001/manifest.json"])
+def test_damage_of_a_run_that_is_not_finished_is_named(vime, copy, file):
+    lines = (copy / LOG).read_bytes().splitlines(keepends=True)
+    (copy / LOG).write_bytes(b"".join(lines[:-1]))
+    if file == "pipeline.yaml":
+        (copy / file).unlink()
+    else:
+        (copy / file).write_text("[" * 100_000)
+    code, printed = vime.call("timeline", str(copy), "--verify")
+    assert code == 1 and Path(file).name in printed, printed
+    if file == "arrays.zarr/zarr.json":
+        assert vime.call("resume", str(copy))[0] == 0
+        assert vime.call("timeline", str(copy), "--verify")[0] == 0
+
+
 ANNOUNCED = ["pipeline.yaml", "contract.json", "evidence.json"]
 
 

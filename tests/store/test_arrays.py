@@ -136,10 +136,22 @@ def test_every_bit_of_the_metadata_counts(store: ArrayStore, written: WrittenArr
 def test_the_metadata_of_the_store_itself(store: ArrayStore) -> None:
     assert store.root_problem() is None
     path = store.root / "zarr.json"
-    path.write_text(path.read_text().replace("attributes", "bttributes"))
-    assert "is not the metadata of this store's group" in str(store.root_problem())
+    whole = path.read_text()
+    for other in (whole.replace("attributes", "bttributes"), whole + " ", whole.replace("3", "3.0"), "[" * 100_000):
+        path.write_text(other)
+        assert "is not the metadata of this store's group" in str(store.root_problem())
     path.unlink()
     assert "cannot be read" in str(store.root_problem())
+
+
+@pytest.mark.parametrize("damage", ["shape", "nested", "list"])
+def test_metadata_of_any_form_are_a_sentence(store: ArrayStore, written: WrittenArrays, damage: str) -> None:
+    path = store.root / "step-000012" / "tokens" / "zarr.json"
+    data = json.loads(path.read_text())
+    data["attributes"]["vime"]["shape"] = 5
+    path.write_text({"shape": json.dumps(data), "nested": "[" * 100_000, "list": "[]"}[damage])
+    with pytest.raises(InvariantViolation, match="array 'tokens'"):
+        store.read(12, written.stored, written.metadata)
 
 
 def test_changed_shape_in_the_metadata(store: ArrayStore, written: WrittenArrays) -> None:

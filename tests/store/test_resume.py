@@ -212,6 +212,16 @@ def test_folders_of_other_names_are_left_alone_and_named(whole: tuple[Path, str]
         assert f"{name} in {path / 'checkpoints'} is no step's" in problems
 
 
+def test_a_checkpoint_that_was_deleted_and_is_back_is_named(tmp_path: Path) -> None:
+    TinyRun(path := tmp_path / "run", steps=6, keep=1).run()
+    written = [r.event.step for r in RunView.open(path).records if isinstance(r.event, CheckpointWritten)]
+    deleted = [step for step in written if not (path / "checkpoints" / f"step-{step:06d}").exists()]
+    assert deleted and verify_run(path).ok
+    (path / "checkpoints" / f"step-{deleted[0]:06d}").mkdir()
+    due = f"step {deleted[0]}: a checkpoint is stored that was deleted when later ones were written"
+    assert verify_run(path).problems == (due,)
+
+
 def cut_after(path: Path, kind: type) -> None:
     last = [r for r in RunView.open(path).records if isinstance(r.event, kind)][-1]
     os.truncate(path / "timeline.jsonl", last.end)

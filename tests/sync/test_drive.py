@@ -49,6 +49,13 @@ def test_engines_of_this_process_follow_every_version(count: int) -> None:
         assert {engine.token() for engine in engines.values()} == {(version, publication.digest)}
 
 
+def test_a_catching_up_of_nobody_ends_at_once() -> None:
+    store = Store(random.Random(0), damage=0.0)
+    coordinator = Coordinator(["e0"], Journal())
+    coordinator.catch_up(0.0, [], published(store, 0))
+    assert not coordinator.busy and coordinator.outcome.committed == ()
+
+
 def test_an_engine_that_is_gone_rolls_the_others_back() -> None:
     store = Store(random.Random(0), damage=0.0)
     engine = HeldEngine("e0")

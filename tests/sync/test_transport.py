@@ -1,4 +1,4 @@
-"""Transports move exact bytes; the transaction commits equal digests on all engines or rolls all back."""
+"""Transports move exact bytes; a sync over them commits equal digests on all engines or rolls all back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sync.virtual import HeldEngine, Journal, digest_of, entries_of, weights_of
 from vime.errors import InputError, InvariantViolation
 from vime.rollout.interface import CommittedVersion
-from vime.sync.transaction import LocalTarget, synchronise
+from vime.sync.coordinator import Coordinator, Publication
+from vime.sync.drive import LocalChannel, drive
+from vime.sync.participant import Participant
 from vime.sync.transport import make_transport
 
 TENSORS = {
@@ -55,70 +58,75 @@ def test_other_names_and_dtypes_are_refused(tmp_path):
         make_transport("shm", tmp_path).send({"x": torch.zeros(2, dtype=torch.int64)})
 
 
-class Engine:
-    """Serves bytes; can be told to damage what it stages or to commit something else."""
-
-    def __init__(self, name, damage=False, lie=False):
-        self.engine_id, self.damage, self.lie = name, damage, lie
-        self.served = CommittedVersion(0, "old")
-        self.staged = None
-
-    def stage_weights(self, version, tensors):
-        content = b"".join(raw(tensors[n]) for n in sorted(tensors))
-        self.staged = (version, content[:-1] + bytes([content[-1] ^ self.damage]))
-        return self.staged[1].hex()
-
-    def commit_weights(self, version, digest):
-        assert self.staged is not None
-        committed = CommittedVersion(version, self.staged[1].hex())
-        if not self.lie:
-            self.served = committed
-        self.staged = None
-        return self.served
-
-    def rollback_weights(self):
-        self.staged = None
+def run(engines, transport, version=1):
+    """Bring engines of this process from version 0 to ``version``; the outcome, and what the journal was told."""
+    channels = {engine.name: LocalChannel(Participant(engine, transport)) for engine in engines}
+    journal = Journal()
+    coordinator = Coordinator([engine.name for engine in engines], journal)
+    for number in (0, version):
+        journal.events.clear()
+        tensors = weights_of(number)
+        handle = transport.send(tensors)
+        entries = entries_of(tensors)
+        coordinator.publish(0.0, Publication(number, digest_of(entries), handle, lambda kept=entries: kept))
+        outcome = drive(coordinator, channels, clock=lambda: 0.0)
+        transport.release(handle)
+    return outcome, [event[:2] for event in journal.events]
 
 
-PUBLISHED = b"".join(raw(TENSORS[n]) for n in sorted(TENSORS)).hex()
-
-
-def run(engines, transport):
-    records = []
-    targets = [LocalTarget(engine, transport) for engine in engines]
-    try:
-        synchronise(1, PUBLISHED, TENSORS, targets, transport, records.append)
-    finally:
-        kinds = [(record.kind, record.engine_id) for record in records]
-        run.kinds = kinds
-    return kinds
+def served(version):
+    return version, digest_of(entries_of(weights_of(version)))
 
 
 def test_all_engines_commit_after_all_have_verified(transport):
-    engines = [Engine("a"), Engine("b")]
-    assert run(engines, transport) == [
+    engines = [HeldEngine("a"), HeldEngine("b")]
+    outcome, told = run(engines, transport)
+    assert outcome.committed == ("a", "b") and not outcome.reason
+    assert told == [
         ("staged", "a"),
         ("verified", "a"),
         ("staged", "b"),
         ("verified", "b"),
+        ("decided", "1"),
         ("committed", "a"),
         ("committed", "b"),
     ]
-    assert all(engine.served == CommittedVersion(1, PUBLISHED) for engine in engines)
+    assert [engine.token() for engine in engines] == [served(1)] * 2
+
+
+class Damaging(HeldEngine):
+    """Flips a bit of the last version that it stages, or says that it has committed it and serves on the one before."""
+
+    def __init__(self, name, *, flips=False, lies=False):
+        super().__init__(name)
+        self.flips, self.lies = flips, lies
+
+    def stage_weights(self, version, tensors):
+        if version and self.flips:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            tensors["norm"].view(torch.int32)[0, 0] ^= 1
+        return super().stage_weights(version, tensors)
+
+    def commit_weights(self, version, digest):
+        if version and self.lies:
+            return CommittedVersion(version, digest)
+        return super().commit_weights(version, digest)
 
 
 def test_one_flipped_bit_in_one_engine_rolls_all_back(transport):
-    engines = [Engine("a"), Engine("b", damage=True), Engine("c")]
-    with pytest.raises(InvariantViolation, match="engine b staged version 1 with digest"):
-        run(engines, transport)
-    assert ("committed", "a") not in run.kinds
-    assert run.kinds[-2:] == [("rolled_back", "a"), ("rolled_back", "b")]
-    assert all(engine.served == CommittedVersion(0, "old") and engine.staged is None for engine in engines)
+    engines = [HeldEngine("a"), Damaging("b", flips=True), HeldEngine("c")]
+    outcome, told = run(engines, transport)
+    assert outcome.rolled_back and outcome.error == "InvariantViolation"
+    assert outcome.reason.startswith("engine b staged version 1 with digest")
+    assert outcome.reason.endswith("the bytes of tensor norm are others")
+    assert ("committed", "a") not in told and ("rolled_back", "b") in told
+    assert [engine.token() for engine in engines] == [served(0)] * 3
+    assert all(engine.slots._staged is None for engine in engines)
 
 
 def test_an_engine_that_claims_a_commit_without_serving_it_is_caught(transport):
     with pytest.raises(InvariantViolation, match="engine b serves version 0"):
-        run([Engine("a"), Engine("b", lie=True)], transport)
+        run([HeldEngine("a"), Damaging("b", lies=True)], transport)
 
 
 def test_shared_memory_leaves_nothing_behind(tmp_path):

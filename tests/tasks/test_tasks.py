@@ -169,3 +169,11 @@ def test_no_rows() -> None:
 
 
 PINNED = "bd5b1e56995042d999e51f280a211ce67c68b1594ca3c3fd77713534b5b170bd"
+
+
+def test_rows_of_wrong_form_are_named_beside_lines_that_are_no_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "1"}\n{"text": 5}\nno JSON\n[1]\n')
+    with pytest.raises(InputError) as caught:
+        jsonl.rows("train", train=str(file))
+    assert [f"a.jsonl:{line}: " in str(caught.value) for line in range(1, 5)] == [False, True, True, True]

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rlkernel.contract.identity import Identities
+from rlkernel.contract.identity import Identities, TensorEntry
 from vime.rollout.interface import CommittedVersion
 from vime.train.interface import ScoredSample, ScoreResult, TrainResult, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
@@ -79,6 +79,9 @@ class EngineAdapter(Protocol):
 
         Raises InvariantViolation if other weights are staged, or ``version`` does not follow the served one.
         """
+
+    def staged_manifest(self) -> Sequence[TensorEntry]:
+        """Name, shape, dtype and digest of every staged tensor. Raises InvariantViolation if none are staged."""
 
     def commit_weights(self, version: int, digest: str) -> CommittedVersion:
         """Serve the staged weights and forget every cache that belongs to the old ones.

@@ -107,16 +107,21 @@ def _native_sides(events: Iterable[Event]) -> list[str]:
 @run_argument
 @click.option("--sample", "sample", metavar="S", help="A sample: NAMESPACE/PROMPT/K, as in 'train/12/3'.")
 @click.option("--position", type=int, metavar="P", help="Absolute position of a token, prompt included.")
+@click.option(
+    "--version", "version", type=int, metavar="V", help="Weight version of a held-out sample (the last without it)."
+)
 @json_option
-def provenance(run_directory: str, sample: str | None, position: int | None, as_json: bool) -> int:
+def provenance(run_directory: str, sample: str | None, position: int | None, version: int | None, as_json: bool) -> int:
     """Show weight versions and syncs of RUN, or what made one token."""
     from vime.store.provenance import provenance_lines
 
     if (sample is None) != (position is None):
         raise InputError("--sample and --position belong together: a token is a sample and a position")
+    if version is not None and sample is None:
+        raise InputError("--version chooses among the evaluations of one sample: name it with --sample")
     view = read_run(run_directory)
     if sample is not None and position is not None:
-        facts = token_provenance(view, sample, position)
+        facts = token_provenance(view, sample, position, version)
         if as_json:
             click.echo(json.dumps(facts))
         else:
@@ -136,15 +141,18 @@ def provenance(run_directory: str, sample: str | None, position: int | None, as_
     return 0
 
 
-def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any]:
+def token_provenance(view: RunView, sample: str, position: int, version: int | None = None) -> dict[str, Any]:
     """Version, digests, engine and time of one generated token.
+
+    A held-out sample is generated in every evaluation: ``version`` chooses one, the last without it; ``evaluated`` are
+    the versions of all.
 
     ``published_digest`` is the trainer's, ``served_digest`` the engine's own recomputation. ``sampled_at`` (seconds
     since the epoch) comes from the step's arrays; evaluation samples and steps that were not closed have none.
     ``token_text`` is None where the run's tokenizer cannot be loaded from here.
 
     Raises:
-        InputError: no such sample in the log, or the position is not one of its generated tokens.
+        InputError: no such sample in the log, none of that version, or the position is not one of its generated tokens.
     """
     from vime.timeline.events import BatchAssigned, SampleFinished, SyncCommitted, VersionPublished
     from vime.types import NAMESPACES, SampleId
@@ -158,7 +166,7 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         ) from error
     published: dict[int, str] = {}
     committed: dict[tuple[str, int], str] = {}
-    found: SampleFinished | None = None
+    finished: list[SampleFinished] = []
     step: int | None = None
     for record in view.records:
         event = record.event
@@ -167,11 +175,16 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         elif isinstance(event, SyncCommitted):
             committed[event.engine, event.version] = event.digest
         elif isinstance(event, SampleFinished) and event.sample_id == wanted:
-            found = event
+            finished.append(event)
         elif isinstance(event, BatchAssigned) and wanted in event.sample_ids:
             step = event.step
-    if found is None:
+    if not finished:
         raise InputError(f"the log has no finished sample {sample}")
+    begun = [event.versions[0].version if event.versions else None for event in finished]
+    chosen = [event for event, first in zip(finished, begun, strict=True) if version in (None, first)]
+    if not chosen:
+        raise InputError(f"sample {sample} was begun with version {' and '.join(map(str, begun))}, not with {version}")
+    found = chosen[-1]
     index = position - found.num_prompt_tokens
     if not 0 <= index < found.num_tokens:
         first, last = found.num_prompt_tokens, found.num_prompt_tokens + found.num_tokens - 1
@@ -188,6 +201,7 @@ def token_provenance(view: RunView, sample: str, position: int) -> dict[str, Any
         "engine": found.engine,
         "kv_versions": [run.kv_oldest, run.kv_newest],
         "finish_reason": found.finish_reason,
+        **({"evaluated": begun} if wanted.namespace == "eval" else {}),
         **arrays,
         "token_text": token_text(view.path, arrays["token_id"]),
     }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -95,13 +96,18 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    click.echo(f"vime: {sentence}", err=True)
+    click.echo(f"vime: {sentence}".encode("utf-8", "backslashreplace"), err=True)
     return code
 
 
 def main() -> None:
     """Entry point."""
-    code = invoke(sys.argv[1:])
+    try:
+        code = invoke(sys.argv[1:])
+    except KeyboardInterrupt as error:  # one more, while the sentence of the first was said
+        code = exit_code(error)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # what was asked for is done: the code that says so is the last word
     if code == CLOSED_PIPE:
         # what is still buffered has no reader either: Python would complain about it at exit
         nowhere = os.open(os.devnull, os.O_WRONLY)

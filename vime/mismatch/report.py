@@ -87,6 +87,11 @@ class StepReport:
             raise InputError(f"step {self.step}: time_s lacks {', '.join(missing)}; a stage that did not run took 0.0")
 
     @property
+    def other_time_s(self) -> float:
+        """Seconds of the step outside of its stages: the comparison, arrays, checks."""
+        return max(0.0, self.time_s["total"] - sum(self.time_s[stage] for stage in STAGES if stage != "total"))
+
+    @property
     def equal(self) -> bool:
         """Something was compared, and not one bit differed."""
         return self.compared_tokens > 0 and self.mismatch_count == 0 and self.distribution_mismatch_count == 0

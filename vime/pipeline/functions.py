@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from vime.pipeline.problems import nearest_name
 from vime.pipeline.sentences import sentence
@@ -102,21 +102,23 @@ def load_function(
         tasks: short name -> dotted path of what vime ships.
 
     Raises:
-        FunctionProblem: it cannot be found or imported, or does not fit.
-        ExceptionGroup: of one FunctionProblem for each parameter that is wrong.
+        FunctionProblem: it cannot be found, imported or compared with what is expected.
+        ExceptionGroup: of one FunctionProblem for everything that does not fit.
     """
     function, module = _find(name, signature, tasks)
     if not callable(function):
         raise FunctionProblem(f"{name!r} is a {type(function).__name__}, not a function {signature}")
     if inspect.iscoroutinefunction(function):
         raise FunctionProblem(f"{name!r} is an async function; a {signature.kind} is a plain function {signature}")
-    _check_signature(name, function, parameters, signature)
+    problems = list(_signature_problems(name, function, parameters, signature))
+    if problems:
+        raise ExceptionGroup(f"what does not fit of {name!r}", problems)
     file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
     file = file or getattr(module, "__file__", None)
     if file is None or not Path(file).is_file():
         raise FunctionProblem(f"{name!r} has no source file; its digest is part of the run's identity")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return UserFunction(name, functools.partial(function, **parameters), file, digest)
+    return UserFunction(name, functools.partial(function, **_bound(function, parameters)), file, digest)
 
 
 def raised_in(error: BaseException, function: Callable[..., Any]) -> str:
@@ -212,7 +214,10 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _check_signature(name: str, function: Any, parameters: Mapping[str, Any], expected: Signature) -> None:
+def _signature_problems(
+    name: str, function: Any, parameters: Mapping[str, Any], expected: Signature
+) -> Iterator[FunctionProblem]:
+    """Everything that does not fit. Raises FunctionProblem where nothing can be compared."""
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -232,13 +237,11 @@ def _check_signature(name: str, function: Any, parameters: Mapping[str, Any], ex
     for argument, kind in wanted:
         if argument in hints and not accepts(hints[argument], kind):
             got = type_name(hints[argument])
-            raise FunctionProblem(f"{name!r} declares {argument}: {got}; it is given {type_name(kind)}")
+            yield FunctionProblem(f"{name!r} declares {argument}: {got}; it is given {type_name(kind)}")
     if "return" in hints and not any(accepts(kind, hints["return"]) for kind in expected.returns):
         got = type_name(hints["return"])
-        raise FunctionProblem(f"{name!r} declares that it returns {got}; {type_name(expected.returns[0])} is needed")
-    problems = list(_parameter_problems(name, items[len(wanted) :], parameters, hints))
-    if problems:
-        raise ExceptionGroup(f"parameters of {name!r}", problems)
+        yield FunctionProblem(f"{name!r} declares that it returns {got}; {type_name(expected.returns[0])} is needed")
+    yield from _parameter_problems(name, items[len(wanted) :], parameters, hints)
 
 
 def _parameter_problems(
@@ -252,7 +255,8 @@ def _parameter_problems(
     }
     for key, value in parameters.items():
         if key in bindable:
-            if key in hints and (wrong := _misfit(value, hints[key], key)) is not None:
+            wrong = _fitted(value, hints[key], key)[1] if key in hints else None
+            if wrong is not None:
                 yield FunctionProblem(wrong, parameter=key)
         elif not free:
             choices = f"its parameters are {', '.join(bindable)}" if bindable else "it has none"
@@ -262,21 +266,21 @@ def _parameter_problems(
             yield FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
 
 
-def _misfit(value: Any, declared: Any, key: str) -> str | None:
-    """What is wrong with a value of the pipeline file for a parameter of a declared type, as a sentence; None: nothing.
+def _bound(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as the function declares them."""
+    hints = typing.get_type_hints(function)
+    return {key: _fitted(value, hints[key], key)[0] if key in hints else value for key, value in parameters.items()}
 
-    A list of the file fits a tuple. Types that pydantic does not know are the function's own affair.
-    """
+
+def _fitted(value: Any, declared: Any, key: str) -> tuple[Any, str | None]:
+    """A value of the pipeline file as the declared type has it (a list as a tuple, a text as a Path), and what is wrong
+    with it, as a sentence; None: nothing. Types that pydantic does not know are the function's own affair."""
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(declared)
-        document = json.dumps(value)
-    except (PydanticUserError, TypeError, ValueError):
-        return None
-    try:
-        adapter.validate_json(document, strict=True)
+        return TypeAdapter(declared).validate_json(json.dumps(value), strict=True), None
     except ValidationError as error:
-        return sentence(error.errors()[0], ("parameters", key))[0]
-    return None
+        return value, sentence(error.errors()[0], ("parameters", key))[0]
+    except Exception:  # not a type that pydantic knows, or one whose own validation fails
+        return value, None
 
 
 def accepts(declared: Any, given: Any) -> bool:

@@ -37,7 +37,8 @@ def call_source(loaded: LoadedPipeline, source: UserFunction, problems: list[Pro
         try:
             made = source.call(namespace)
         except (VimeError, RlkernelError) as error:
-            problems.append(loaded.problem("data", f"the data source {source.name!r} fails: {error}"))
+            key = "data.parameters" if _known(loaded, "data.parameters", None) else "data"
+            problems.append(loaded.problem(key, f"the data source {source.name!r} fails: {error}"))
             continue
         except KeyboardInterrupt:
             raise
@@ -52,6 +53,8 @@ def call_source(loaded: LoadedPipeline, source: UserFunction, problems: list[Pro
             continue
         if not len(made):
             message = f"the data source has no {namespace} rows: at least one is needed"
+            if namespace == "eval":
+                message += ", or no evaluation (stages.evaluate.prompts: 0)"
             problems.append(loaded.problem("data.source", message))
             continue
         limit = _known(loaded, "data.train_prompts", None) if namespace == "train" else None

@@ -107,7 +107,7 @@ def _main_charts(summary: RunSummary) -> str:
         unit=" tokens",
     )
     layers = [Bars(s, [step.time_s[s] for step in steps], _STAGE_STYLE[s]) for s in STAGES if s != "total"]
-    layers.append(Bars("other", [_other_time(step) for step in steps], "c6"))
+    layers.append(Bars("other", [step.other_time_s for step in steps], "c6"))
     layers = [layer for layer in layers if any(value > 0 for value in layer.values)]
     times = stacked_bars("Seconds by stage and step", xs, layers, unit=" s")
     speed = line_chart("Generated tokens per second", [Series("tokens/s", _points(steps, "tokens_per_s"), "c1")],
@@ -149,10 +149,6 @@ def _points(steps: Sequence[StepReport], name: str) -> list[tuple[float, float |
 
 def _differing(step: StepReport) -> int:
     return max(step.mismatch_count or 0, step.distribution_mismatch_count or 0)
-
-
-def _other_time(step: StepReport) -> float:
-    return max(0.0, step.time_s["total"] - sum(step.time_s[s] for s in STAGES if s != "total"))
 
 
 def _figure(title: str, chart: str, key: str) -> str:

@@ -140,6 +140,9 @@ def time_table(steps: Sequence[StepReport]) -> Table:
     total = sum(step.time_s["total"] for step in steps)
     for stage in STAGES:
         value = sum(step.time_s[stage] for step in steps)
+        if stage == "total":
+            rest = sum(step.other_time_s for step in steps)
+            table.add_row("comparison, other", seconds(rest), f"{100 * rest / total:.0f} %" if total else "")
         table.add_row(stage, seconds(value), f"{100 * value / total:.0f} %" if total else "")
     table.caption = f"peak memory {size(max(step.peak_memory_bytes for step in steps))}"
     return table

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlkernel.contract.identity import Identities
+from rlkernel.contract.identity import Identities, TensorEntry
 from vime.types import GeneratedSample, RolloutRequest
 
 
@@ -34,6 +34,9 @@ class RolloutEngine(Protocol):
 
     def stage_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
         """Take a copy beside the served weights; return the manifest digest recomputed from the staged bytes."""
+
+    def staged_manifest(self) -> Sequence[TensorEntry]:
+        """What that digest was computed from. Raises InvariantViolation if nothing is staged."""
 
     def commit_weights(self, version: int, digest: str) -> CommittedVersion:
         """Serve the staged weights. Raises InvariantViolation unless version and digest are the staged ones."""

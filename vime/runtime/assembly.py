@@ -32,8 +32,9 @@ from vime.runtime.sides import (
     side_declaration,
     side_identities,
 )
-from vime.sync.transaction import LocalTarget
-from vime.sync.transport import Handle, Transport, make_transport
+from vime.sync.drive import Channel, LocalChannel
+from vime.sync.participant import Participant
+from vime.sync.transport import Transport, make_transport
 from vime.train.interface import ScoredSample, Trainer, TrainSample
 from vime.train.losses import LossConfig
 from vime.train.native.trainer import NativeTrainer, TrainerConfig
@@ -48,11 +49,8 @@ class RunEngine(Protocol):
 
     def identities(self) -> Identities: ...
 
-    def stage(self, version: int, handle: Handle) -> str: ...
-
-    def commit_weights(self, version: int, digest: str) -> CommittedVersion: ...
-
-    def rollback_weights(self) -> None: ...
+    def channel(self) -> Channel:
+        """The way for the messages of a sync."""
 
     def committed(self) -> CommittedVersion | None: ...
 
@@ -66,12 +64,19 @@ class RunEngine(Protocol):
     def close(self) -> None: ...
 
 
-class LocalEngine(LocalTarget):
+class LocalEngine:
     """The embedded engine, with the transport's receiving end."""
 
     def __init__(self, engine: Any, transport: Transport) -> None:
-        super().__init__(engine, transport)
-        self.native = engine
+        self.native, self._participant = engine, Participant(engine, transport)
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.native.engine_id)
+
+    def channel(self) -> Channel:
+        """It has answered as soon as it was asked."""
+        return LocalChannel(self._participant)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlkernel.contract.identity import Identities
 from rlkernel.errors import NumericsError, RlkernelError
-from vime.errors import InputError, Interrupted, InvariantViolation, VimeError
+from vime.errors import ERRORS, InputError, Interrupted, InvariantViolation, VimeError
 from vime.mismatch.localise import Boundary
 from vime.rollout.interface import CommittedVersion
 from vime.runtime.messages import (
@@ -24,15 +27,15 @@ from vime.runtime.messages import (
     train_sample_from_json,
     train_sample_to_json,
 )
-from vime.sync.transport import Transport, make_transport
+from vime.sync.drive import Channel, ChannelClosed
+from vime.sync.messages import FrameError, decode, encode
+from vime.sync.participant import Participant
+from vime.sync.transport import make_transport
 from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
 EngineFactory = Callable[[Mapping[str, Any]], Any]
-_ERRORS: dict[str, type[VimeError]] = {
-    **{error.__name__: error for error in (InputError, InvariantViolation, Interrupted)},
-    NumericsError.__name__: InvariantViolation,
-}
+_ERRORS: dict[str, type[VimeError]] = {**ERRORS, NumericsError.__name__: InvariantViolation}
 
 
 def _committed_json(committed: CommittedVersion | None) -> dict[str, Any] | None:
@@ -45,9 +48,10 @@ def _serve(connection: Connection, factory: EngineFactory, specification: Mappin
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = factory(specification)
     transport = make_transport(specification["transport"], Path(specification["transport_folder"]))
+    participant = Participant(engine, transport)
     try:
         send(connection, {"ready": True})
-        while _answer(connection, engine, transport):
+        while _answer(connection, engine, participant):
             pass
     except (EOFError, ConnectionError):
         pass  # the parent is gone, killed perhaps: nobody is left to answer
@@ -55,27 +59,17 @@ def _serve(connection: Connection, factory: EngineFactory, specification: Mappin
         engine.close()
 
 
-def _answer(connection: Connection, engine: Any, transport: Transport) -> bool:
+def _answer(connection: Connection, engine: Any, participant: Participant) -> bool:
     """Serve one request; False when it was the last. Raises EOFError or ConnectionError without a parent."""
-    header, _ = receive(connection)
+    header, given = receive(connection)
     call = header["call"]
     if call == "close":
         return False
     try:
         if call == "identities":
             send(connection, {"value": engine.identities().as_json()})
-        elif call == "stage":
-            tensors = transport.receive(header["handle"])
-            try:
-                send(connection, {"value": engine.stage_weights(header["version"], tensors)})
-            finally:
-                transport.close_received()
-        elif call == "commit":
-            committed = engine.commit_weights(header["version"], header["digest"])
-            send(connection, {"value": _committed_json(committed)})
-        elif call == "rollback":
-            engine.rollback_weights()
-            send(connection, {"value": None})
+        elif call == "sync":
+            _answer_sync(connection, participant, given["frame"].tobytes())
         elif call == "committed":
             send(connection, {"value": _committed_json(engine.committed())})
         elif call == "score":
@@ -100,6 +94,18 @@ def _answer(connection: Connection, engine: Any, transport: Transport) -> bool:
     return True
 
 
+def _answer_sync(connection: Connection, participant: Participant, frame: bytes) -> None:
+    """Each frame gets one answer, so that the parent knows how many are still to come; it may be that there is none."""
+    try:
+        answer = participant.answer(decode(frame))
+    except FrameError:
+        answer = None  # as if it had not arrived: what was asked is asked again
+    if answer is None:
+        send(connection, {"sync": False})
+    else:
+        send(connection, {"sync": True}, {"frame": np.frombuffer(encode(answer), np.uint8)})
+
+
 class ProcessEngine:
     """A rollout engine served by a child process.
 
@@ -107,15 +113,23 @@ class ProcessEngine:
         factory: a module-level function that builds the engine in the child from ``specification`` (plain data
             with at least ``engine_id``, ``transport``, ``transport_folder``).
         deadline_s: the longest silence of the child before it counts as lost.
+        start_method: of :mod:`multiprocessing`.
 
     Raises:
         Interrupted: the child ended or fell silent; the run can be resumed.
     """
 
-    def __init__(self, factory: EngineFactory, specification: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        specification: Mapping[str, Any],
+        *,
+        deadline_s: float = 600.0,
+        start_method: str = "spawn",
+    ) -> None:
         self._id = str(specification["engine_id"])
         self._deadline = deadline_s
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(start_method)
         self._connection, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, factory, dict(specification)), daemon=True)
         self._process.start()
@@ -123,6 +137,8 @@ class ProcessEngine:
         self._gone = False
         self._busy = False
         """An answer is due. It stays due when an exception (a signal, say) leaves a call half way."""
+        self._frames: deque[bytes] = deque()
+        """Frames of a sync that are not answered yet, in the order in which the answers will come."""
         self._receive()
 
     @property
@@ -140,17 +156,23 @@ class ProcessEngine:
                 raise Interrupted(f"engine {self._id} has not answered for {self._deadline:.0f} s; resume the run")
             header, arrays = receive(self._connection)
         except (EOFError, ConnectionError) as error:
-            self._gone = True
-            self._process.join(timeout=5)
             raise Interrupted(
-                f"engine {self._id} (process {self._process.pid}) ended with exit code {self._process.exitcode}; "
-                "resume the run"
+                f"engine {self._id} (process {self.pid}) ended with exit code {self._end()}; resume the run"
             ) from error
+        if "sync" in header:  # the last word of a sync that was ended by its deadline
+            self._frames.popleft()
+            return self._receive()
         if "sample" not in header:
             self._busy = False
         if "error" in header:
             raise _ERRORS.get(header["error"], InputError)(f"engine {self._id}: {header['message']}")
         return header, arrays
+
+    def _end(self) -> int | None:
+        """The exit code of the child, which has ended."""
+        self._gone = True
+        self._process.join(timeout=5)
+        return self._process.exitcode
 
     def _send(self, header: Mapping[str, Any]) -> None:
         if self._gone:
@@ -170,15 +192,9 @@ class ProcessEngine:
     def identities(self) -> Identities:
         return Identities(**self._call("identities"))
 
-    def stage(self, version: int, handle: Mapping[str, Any]) -> str:
-        """Take the weights of a transport's handle beside the served ones; the digest of the staged bytes."""
-        return str(self._call("stage", version=version, handle=dict(handle)))
-
-    def commit_weights(self, version: int, digest: str) -> CommittedVersion:
-        return CommittedVersion(**self._call("commit", version=version, digest=digest))
-
-    def rollback_weights(self) -> None:
-        self._call("rollback")
+    def channel(self) -> Channel:
+        """Its way for the messages of a sync."""
+        return _SyncChannel(self)
 
     def committed(self) -> CommittedVersion | None:
         value = self._call("committed")
@@ -218,3 +234,44 @@ class ProcessEngine:
                 self._process.terminate()
             self._process.join(timeout=10)
         self._connection.close()
+
+
+class _SyncChannel:
+    """The messages of a sync over an engine's pipe.
+
+    The pipe loses nothing: a frame that is not answered yet is not sent again, so that an engine that takes long, or
+    has stopped, never fills it. What a call before left behind is no answer to a sync.
+    """
+
+    def __init__(self, engine: ProcessEngine) -> None:
+        self._engine = engine
+
+    @property
+    def connection(self) -> Connection:
+        return self._engine._connection
+
+    def send(self, frame: bytes) -> None:
+        engine = self._engine
+        if engine._gone:
+            raise ChannelClosed("it is gone")
+        if engine._busy:
+            raise ChannelClosed("it is still at work on what was given up")
+        if frame in engine._frames:
+            return
+        try:
+            send(engine._connection, {"call": "sync"}, {"frame": np.frombuffer(frame, np.uint8)})
+        except ConnectionError as error:
+            raise ChannelClosed(f"process {engine.pid} ended with exit code {engine._end()}") from error
+        engine._frames.append(frame)
+
+    def receive(self) -> bytes | None:
+        engine = self._engine
+        try:
+            while engine._connection.poll():
+                header, arrays = receive(engine._connection)
+                engine._frames.popleft()
+                if header["sync"]:
+                    return arrays["frame"].tobytes()
+        except (EOFError, ConnectionError) as error:
+            raise ChannelClosed(f"process {engine.pid} ended with exit code {engine._end()}") from error
+        return None

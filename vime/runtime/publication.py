@@ -1,14 +1,67 @@
-"""Publishes weight versions: digest, event, transaction over the engine, identities at every commit."""
+"""Publishes weight versions: digest, event, the sync of every engine, identities at every commit."""
 
 from __future__ import annotations
 
-from vime.errors import InvariantViolation
+import time
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import torch
+
+from rlkernel.contract.identity import TensorEntry
+from rlkernel.ops.weights import plain_manifest
+from vime.errors import ERRORS, InvariantViolation
 from vime.rollout.interface import CommittedVersion
 from vime.runtime.assembly import Sides
 from vime.runtime.checks import ClaimChecks
-from vime.sync.transaction import SyncRecord, synchronise
+from vime.sync.coordinator import Coordinator, Publication
+from vime.sync.drive import drive
+from vime.timeline.event import Event
 from vime.timeline.events import SyncCommitted, SyncRolledBack, SyncStaged, SyncVerified, VersionPublished
 from vime.timeline.manager import Timeline
+
+
+class _Journal:
+    """Notes in the timeline what a sync does; of a catching-up, which publishes nothing, only the claims are told.
+
+    A decision and the loss of an engine make no event: the engines of a run end with it, and those of the resumed one
+    are brought to the committed version before they take a request.
+    """
+
+    def __init__(self, timeline: Timeline, claims: ClaimChecks) -> None:
+        self._timeline, self._claims = timeline, claims
+
+    def begin(self, publication: Publication, size: int, *, publishing: bool) -> None:
+        """What is told from now on is of this publication of ``size`` bytes."""
+        self._publication, self._size, self._publishing = publication, size, publishing
+        self._started = perf_counter()
+
+    def staged(self, engine: str, digest: str) -> None:
+        self._note(SyncStaged, engine, digest=digest)
+
+    def verified(self, engine: str) -> None:
+        self._note(SyncVerified, engine, digest=self._publication.digest)
+
+    def decided(self, version: int, digest: str) -> None:
+        """Nothing to note."""
+
+    def committed(self, engine: str, digest: str) -> None:
+        self._note(SyncCommitted, engine, digest=digest)
+        self._claims.committed(self._publication.version)
+
+    def rolled_back(self, engine: str, reason: str) -> None:
+        self._note(SyncRolledBack, engine, reason=reason)
+
+    def lost(self, engine: str, reason: str) -> None:
+        """The run ends with the reason."""
+
+    def rejoined(self, engine: str, digest: str) -> None:
+        """Its commit was noted."""
+
+    def _note(self, kind: Callable[..., Event], engine: str, **what: str) -> None:
+        if self._publishing:
+            seen = {"seconds": perf_counter() - self._started, "bytes": self._size}
+            self._timeline.append(kind(engine=engine, version=self._publication.version, observed=seen, **what))
 
 
 class Publisher:
@@ -19,35 +72,20 @@ class Publisher:
         latest = timeline.state.latest_version
         self.version = -1 if latest is None else latest.version
         self.digest = "" if latest is None else latest.digest
+        self._journal = _Journal(timeline, claims)
+        committed = None if latest is None else (latest.version, latest.digest)
+        self._engine = sides.engine.engine_id
+        self._coordinator = Coordinator([self._engine], self._journal, committed=committed)
 
     def publish(self) -> CommittedVersion:
         """Publish the trainer's weights as the next version and commit it on the engine.
 
         Raises InvariantViolation if an engine's bytes or identity differ (it then serves the old version), or if it
-        kept what the commit invalidates.
+        kept what the commit invalidates; Interrupted if it is lost or has no room for the weights.
         """
         version, parent = self.version + 1, self.version if self.version >= 0 else None
         digest = self._sides.trainer.manifest_digest()
-        self._sides.check_identities()
-        before = self._claims.before_commit()
-        tensors = self._sides.trainer.weights()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._timeline.append(VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size}))
-
-        def note(record: SyncRecord) -> None:
-            seen = {"seconds": record.seconds, "bytes": size}
-            engine = record.engine_id
-            if record.kind == "rolled_back":
-                self._timeline.append(
-                    SyncRolledBack(engine=engine, version=version, reason=record.reason, observed=seen)
-                )
-                return
-            event = {"staged": SyncStaged, "verified": SyncVerified, "committed": SyncCommitted}[record.kind]
-            self._timeline.append(event(engine=engine, version=version, digest=record.digest, observed=seen))
-            self._note(record)
-
-        synchronise(version, digest, tensors, [self._sides.engine], self._sides.transport, note)
-        self._claims.after_commit(version, before)
+        self._synchronise(version, digest, parent, publishing=True)
         self.version, self.digest = version, digest
         return CommittedVersion(version, digest)
 
@@ -72,12 +110,34 @@ class Publisher:
             raise InvariantViolation(
                 f"the restored weights have digest {digest}; version {self.version} was published with {self.digest}"
             )
-        self._sides.check_identities()
-        before = self._claims.before_commit()
-        tensors = self._sides.trainer.weights()
-        synchronise(self.version, digest, tensors, [self._sides.engine], self._sides.transport, self._note)
-        self._claims.after_commit(self.version, before)
+        self._synchronise(self.version, digest, None, publishing=False)
 
-    def _note(self, record: SyncRecord) -> None:
-        if record.kind == "committed":
-            self._claims.committed(record.version)
+    def _manifest(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+        """Of what was published, to say in what an engine differs."""
+        here = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return plain_manifest(here, self._sides.contract.dtype, self._sides.workers)
+
+    def _synchronise(self, version: int, digest: str, parent: int | None, *, publishing: bool) -> None:
+        sides, coordinator = self._sides, self._coordinator
+        sides.check_identities()
+        before = self._claims.before_commit()
+        tensors = sides.trainer.weights()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if publishing:
+            event = VersionPublished(version=version, digest=digest, parent=parent, observed={"bytes": size})
+            self._timeline.append(event)
+        handle = sides.transport.send(tensors)
+        try:
+            publication = Publication(version, digest, handle, lambda: self._manifest(tensors))
+            self._journal.begin(publication, size, publishing=publishing)
+            now = time.monotonic()
+            if publishing:
+                coordinator.publish(now, publication)
+            else:
+                coordinator.catch_up(now, [self._engine], publication)
+            outcome = drive(coordinator, {self._engine: sides.engine.channel()})
+        finally:
+            sides.transport.release(handle)
+        if outcome.reason:
+            raise ERRORS.get(outcome.error, InvariantViolation)(outcome.reason)
+        self._claims.after_commit(version, before)

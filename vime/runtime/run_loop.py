@@ -118,6 +118,9 @@ class _Run:
         except (Interrupted, KeyboardInterrupt) as error:
             self._note_interruption(sides, str(error) or "interrupted")
             raise
+        except BrokenPipeError:
+            self._note_interruption(sides, "nobody reads the output any more")
+            raise
         except (VimeError, RlkernelError) as error:
             self._note_interruption(sides, str(error))
             raise

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vime.errors import InvariantViolation
 from vime.store.files import file_sha256
-from vime.store.names import ANNOUNCED_NAMES
+from vime.store.names import ANNOUNCED_NAMES, PIPELINE_NAME
 from vime.timeline.event import Event
 from vime.timeline.events import FileAnnounced
 
@@ -47,7 +47,8 @@ def file_problems(run: Path, events: Iterable[Event], *, finished: bool) -> Iter
     for name in ANNOUNCED_NAMES:
         digests, path = announced.get(name, []), run / name
         if not path.is_file():
-            if digests and finished:
+            # an unfinished run's may be announced and not written yet; its pipeline was there before the log
+            if digests and (finished or name == PIPELINE_NAME):
                 yield f"{path} is gone; the log announced it with the SHA-256 {digests[-1]}"
             continue
         if not digests and not finished:

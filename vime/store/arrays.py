@@ -24,13 +24,14 @@ from zarr.storage import LocalStore
 
 from vime.errors import InputError, InvariantViolation
 from vime.store.digests import array_digest
-from vime.store.files import disk_errors, fsync_tree, publish_folder, retire_folder
+from vime.store.files import disk_errors, fsync_tree, parse_json, publish_folder, retire_folder
 from vime.store.names import step_folder, step_of
 
 DTYPES = ("float32", "float64", "uint64", "uint32", "int64", "int32", "uint8", "bool")
 CHUNK_ELEMENTS = 1 << 20
 _ATTRIBUTE = "vime"
 _METADATA = "zarr.json"
+_ROOT = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
 _FACTS = ("dtype", "shape", "digest")
 
 
@@ -190,10 +191,10 @@ class ArrayStore:
         """A sentence if the store's own metadata are not those of an empty group; None else."""
         path = self.root / _METADATA
         try:
-            found = json.loads(path.read_text())
+            found = path.read_text()
         except (OSError, ValueError) as error:
             return f"{path} cannot be read: {error}"
-        if found != {"attributes": {}, "zarr_format": 3, "node_type": "group"}:
+        if found not in (json.dumps(_ROOT, indent=2), json.dumps(_ROOT)):
             return f"{path} is not the metadata of this store's group"
         return None
 
@@ -255,7 +256,7 @@ def _metadata_digest(folder: Path, arrays: Sequence[str]) -> str:
 def _attributes(folder: Path) -> Mapping[str, Any]:
     """Attributes of a group or array; none where its metadata cannot be read."""
     try:
-        found = json.loads((folder / _METADATA).read_text())["attributes"]
+        found = parse_json((folder / _METADATA).read_text())["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -271,4 +272,4 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(facts: Mapping[str, Any]) -> str:
-    return f"{facts.get('dtype')}{list(facts.get('shape', ()))} with the digest {str(facts.get('digest'))[:16]}..."
+    return f"{facts.get('dtype')}{_plain(facts.get('shape', ()))} with the digest {str(facts.get('digest'))[:16]}..."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import InputError, InvariantViolation
-from vime.store.files import disk_errors, file_sha256, publish_folder, retire_folder
+from vime.store.files import disk_errors, file_sha256, parse_json, publish_folder, retire_folder
 from vime.store.names import step_folder, step_of
 from vime.timeline.log import Head
 
@@ -55,12 +55,7 @@ class CheckpointStore:
                 staged.mkdir()
                 files = dict(sorted(write(staged).items()))
                 sizes = _check_declared(staged, files)
-                manifest = {
-                    "step": step,
-                    "head": {"seq": head.seq, "hash": head.hash},
-                    "files": {name: {"sha256": files[name], "bytes": sizes[name]} for name in files},
-                }
-                (staged / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+                (staged / MANIFEST).write_text(_manifest_text(step, head, files, sizes))
                 publish_folder(staged, self.folder(step))
             except BaseException:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -77,14 +72,15 @@ class CheckpointStore:
         folder = self.folder(step)
         where = f"the checkpoint of step {step} ({folder})"
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            text = (folder / MANIFEST).read_text()
+            manifest = parse_json(text)
             found_head = Head(manifest["head"]["seq"], manifest["head"]["hash"])
             sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
             sums = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
             step_found = manifest["step"]
         except OSError as error:
             raise InputError(f"{where}: {MANIFEST} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"{where}: {MANIFEST} is damaged ({error})") from error
         if step_found != step:
             raise InputError(f"{where}: {MANIFEST} is that of step {step_found}")
@@ -96,6 +92,8 @@ class CheckpointStore:
         if sums != dict(announced):
             odd = sorted(name for name in {*sums, *announced} if sums.get(name) != announced.get(name))
             raise InputError(f"{where}: {MANIFEST} and the event log disagree about {', '.join(odd)}")
+        if text != _manifest_text(step, found_head, sums, sizes):
+            raise InputError(f"{where}: {MANIFEST} is not as it was written")
         names = sorted(announced)
         with ThreadPoolExecutor(4) as pool:
             for _ in pool.map(
@@ -126,6 +124,15 @@ class CheckpointStore:
             with disk_errors(f"{self.root} (removing the checkpoint of step {step})"):
                 retire_folder(self.folder(step), self.staging)
         return steps
+
+
+def _manifest_text(step: int, head: Head, files: Mapping[str, str], sizes: Mapping[str, int]) -> str:
+    manifest = {
+        "step": step,
+        "head": {"seq": head.seq, "hash": head.hash},
+        "files": {name: {"sha256": files[name], "bytes": sizes[name]} for name in files},
+    }
+    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vime.errors import InputError, Interrupted, VimeError
 
@@ -30,6 +32,14 @@ def disk_error(error: OSError, what: str) -> VimeError:
         return InputError(f"{what} cannot be written: {error.strerror}; choose a place where this user may write")
     cause = _FULL.get(error.errno or 0, error.strerror or str(error))
     return Interrupted(f"writing {what} failed: {cause}. Nothing that was announced is lost; make room, then resume.")
+
+
+def parse_json(text: str) -> Any:
+    """JSON of a file that may be damaged. Raises ValueError for what is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 @contextmanager

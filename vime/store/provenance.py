@@ -77,8 +77,13 @@ def _write(logger: Any, fields: dict[str, Any]) -> None:
 
 def rebuild_provenance(records: Iterable[Record], path: Path) -> None:
     """Write provenance.jsonl anew from the log."""
+    write_file(path, provenance_text(records).encode())
+
+
+def provenance_text(records: Iterable[Record]) -> str:
+    """What provenance.jsonl holds of a log."""
     buffer = io.StringIO()
     logger = _logger(buffer)
     for fields in provenance_lines(records):
         _write(logger, fields)
-    write_file(path, buffer.getvalue().encode())
+    return buffer.getvalue()

@@ -129,7 +129,8 @@ class RunDirectory:
                 shutil.rmtree(path / STAGING_NAME, ignore_errors=True)
                 (path / STAGING_NAME).mkdir()
                 (path / CHECKPOINTS_NAME).mkdir(exist_ok=True)
-            if not (path / ARRAYS_NAME / "zarr.json").is_file():
+            if ArrayStore(path / ARRAYS_NAME, path / STAGING_NAME).root_problem():
+                (path / ARRAYS_NAME / "zarr.json").unlink(missing_ok=True)
                 ArrayStore.create(path / ARRAYS_NAME, path / STAGING_NAME)
             return cls._opened(path, lock, keep_checkpoints, content)
         except BaseException:
@@ -264,8 +265,8 @@ class RunDirectory:
             known.append(digest)
 
     def write_report(self, html: str) -> None:
-        """report.html."""
-        write_file(self.path / REPORT_NAME, html.encode())
+        """report.html. A reason may hold what is no text (half of a surrogate pair)."""
+        write_file(self.path / REPORT_NAME, html.encode("utf-8", "backslashreplace"))
 
     def discard_unbegun(self) -> bool:
         """Remove the folder of a run whose log has no event yet; says whether it was removed. Close it all the same."""

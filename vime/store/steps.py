@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,23 @@ class StepsWriter:
         """Take a record of the log as it is written."""
         for report in step_reports([record]):
             with disk_errors(str(self.path)), open(self.path, "a") as file:
-                file.write(json.dumps(report) + "\n")
+                file.write(_line(report))
 
 
 def rebuild_steps(records: Iterable[Record], path: Path) -> None:
     """Write steps.jsonl anew from the log."""
-    write_file(path, "".join(json.dumps(report) + "\n" for report in step_reports(records)).encode())
+    write_file(path, steps_text(records).encode())
+
+
+def steps_text(records: Iterable[Record]) -> str:
+    """What steps.jsonl holds of a log."""
+    return "".join(map(_line, step_reports(records)))
+
+
+def _line(report: Mapping[str, Any]) -> str:
+    """Fields in their order, what is in them by name: the same bytes from an event as it is made and as it is read."""
+    fields = (f"{json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in report.items())
+    return "{" + ", ".join(fields) + "}\n"
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

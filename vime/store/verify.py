@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vime.errors import InputError, InvariantViolation
 from vime.store.announced import announced_files, file_problems
 from vime.store.checkpoints import CheckpointStore
 from vime.store.names import ARRAYS_NAME, CHECKPOINTS_NAME, step_of
-from vime.store.provenance import PROVENANCE_NAME, provenance_lines
+from vime.store.provenance import PROVENANCE_NAME, provenance_text
 from vime.store.remains import left_without_log, stored_steps, unexplained
 from vime.store.run_view import RunView
-from vime.store.steps import STEPS_NAME, step_reports
+from vime.store.steps import STEPS_NAME, steps_text
 from vime.timeline.events import CheckpointWritten, RunFinished
 from vime.timeline.invariants import check_all
 from vime.timeline.order import run_digest
@@ -79,16 +77,19 @@ def verify_run(run: Path) -> Verification:
         except InvariantViolation as error:
             problems.append(str(error))
     checkpoints = _checkpoints(view, problems)
+    if odd_root := view.arrays.root_problem():
+        problems.append(odd_root)
+    problems.extend(_odd_names(view.path / ARRAYS_NAME, ("zarr.json",)))
+    problems.extend(_odd_names(view.path / CHECKPOINTS_NAME))
     if finished:
         for step in sorted(stored.arrays - set(announced)):
             problems.append(f"step {step}: arrays are stored that no event announced")
-        named = {event.step for event in events if isinstance(event, CheckpointWritten)}
-        for step in sorted(stored.checkpoints - named):
-            problems.append(f"step {step}: a checkpoint is stored that no event announced")
-        problems.extend(_odd_names(view.path / ARRAYS_NAME, ("zarr.json",)))
-        if odd_root := view.arrays.root_problem():
-            problems.append(odd_root)
-        problems.extend(_odd_names(view.path / CHECKPOINTS_NAME))
+        named = [event for event in events if isinstance(event, CheckpointWritten)]
+        kept = {event.step for event in (named[-_kept(named) :] if named else ())}
+        for step in sorted(stored.checkpoints - kept):
+            known = any(event.step == step for event in named)
+            why = "was deleted when later ones were written" if known else "no event announced"
+            problems.append(f"step {step}: a checkpoint is stored that {why}")
         problems.extend(_views(view))
     return Verification(
         len(events), len(announced), arrays, checkpoints, finished, run_digest(events), tuple(problems), files
@@ -101,11 +102,16 @@ def _odd_names(folder: Path, due: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"{entry.name} in {folder} is no step's: nothing of this run wrote it"
 
 
+def _kept(announced: Sequence[CheckpointWritten]) -> int:
+    """How many checkpoints stay, as the last announcement says."""
+    return int(announced[-1].observed.get("keep", 1))
+
+
 def _checkpoints(view: RunView, problems: list[str]) -> int:
     announced = [(r, r.event) for r in view.records if isinstance(r.event, CheckpointWritten)]
     if not announced:
         return 0
-    keep = int(announced[-1][1].observed.get("keep", 1))
+    keep = _kept([event for _, event in announced])
     store = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path, keep)
     verified = 0
     for record, event in announced[-keep:]:
@@ -118,19 +124,18 @@ def _checkpoints(view: RunView, problems: list[str]) -> int:
 
 
 def _views(view: RunView) -> Iterator[str]:
-    due: dict[str, list[dict[str, Any]]] = {
-        STEPS_NAME: list(step_reports(view.records)),
-        PROVENANCE_NAME: list(provenance_lines(view.records)),
-    }
-    for name, lines in due.items():
+    for name, due in ((STEPS_NAME, steps_text(view.records)), (PROVENANCE_NAME, provenance_text(view.records))):
         try:
-            found = [json.loads(line) for line in (view.path / name).read_text().splitlines()]
-        except (OSError, ValueError) as error:
+            found = (view.path / name).read_bytes()
+        except OSError as error:
             yield f"{name} cannot be read ({error}); it can be rebuilt from the event log"
             continue
-        for number, (stored, logged) in enumerate(zip(found, lines, strict=False), start=1):
-            if json.dumps(stored, sort_keys=True) != json.dumps(logged, sort_keys=True):
+        if found == due.encode():
+            continue
+        stored, logged = found.split(b"\n"), due.encode().split(b"\n")
+        if len(stored) != len(logged):
+            yield f"{name} has {len(stored) - 1} lines, the event log makes {len(logged) - 1}"
+        for number, (mine, wanted) in enumerate(zip(stored, logged, strict=False), start=1):
+            if mine != wanted:
                 yield f"line {number} of {name} is not what the event log says; it can be rebuilt from the log"
                 break
-        if len(found) != len(lines):
-            yield f"{name} has {len(found)} lines, the event log makes {len(lines)}"

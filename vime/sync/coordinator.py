@@ -285,6 +285,7 @@ class Coordinator:
         self._sync = _Sync(publication, self._attempt, peers, deadline, decided=joining, joining=joining)
         for engine in engines:
             self._ask(now, engine)
+        self._end_if_all_have()  # where there is nobody to wait for
 
     def _ask(self, now: float, engine: str) -> None:
         """Send an engine what its step needs."""

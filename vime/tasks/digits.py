@@ -36,7 +36,8 @@ def split_numbers(namespace: Namespace, digits: int, held_out: int) -> list[str]
     total = 10**digits
     if not 0 <= held_out < total:
         raise InputError(
-            f"held_out = {held_out}: {digits} digits make {total} prompts, and some must be left to train on"
+            f"held_out = {held_out}: 0 to {total - 1} are possible ({digits} digits make {total} prompts, and one at "
+            "least is left to train on)"
         )
     order = permutation(total, "digits split")
     chosen = order[:held_out] if namespace == "eval" else order[held_out:]

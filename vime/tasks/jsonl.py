@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from vime.errors import InputError
+from vime.tasks.prompts import prompt_content
 from vime.types import GeneratedSample, Namespace, Prompt
 
 _SHOWN = 10
@@ -80,9 +81,21 @@ def rows(namespace: Namespace, *, train: str, eval: str | None = None) -> Sequen
         found.append(row)
         lines.append(number)
     if wrong:
+        wrong += [
+            f"{path}:{number}: {said}" for row, number in zip(found, lines, strict=True) if (said := _misfit(row))
+        ]
         more = f"; and {len(wrong) - _SHOWN} more lines" if len(wrong) > _SHOWN else ""
         raise InputError("; ".join(wrong[:_SHOWN]) + more)
     return JsonRows(path, tuple(found), tuple(lines))
+
+
+def _misfit(row: Mapping[str, Any]) -> str:
+    """What is wrong with the form of a row; empty if nothing is."""
+    try:
+        prompt_content(row)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def exact_match(prompt: Prompt, sample: GeneratedSample, text: str, *, field: str = "answer") -> float:

@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.runtime.crash.scene import (
 from vime.errors import Interrupted
 from vime.runtime.process import ProcessEngine, _answer
 from vime.store.run_directory import RunDirectory, RunView
+from vime.sync.participant import Participant
 from vime.sync.transport import make_transport
 from vime.timeline.event import Event
 from vime.timeline.events import RunInterrupted
@@ -138,10 +140,13 @@ def threaded() -> Iterator[tuple[ProcessEngine, Endless]]:
     engine._connection, served = multiprocessing.Pipe()
     engine._process = SimpleNamespace(join=lambda timeout: None, pid=7, exitcode=-9)  # type: ignore[assignment]
     engine._id, engine._deadline, engine._busy, engine._gone = "endless", 5.0, False, False
+    engine._frames = deque()
+
+    participant = Participant(native, make_transport("memory", Path("unused")))  # type: ignore[arg-type]
 
     def serve() -> None:
         with contextlib.suppress(EOFError, ConnectionError), served:
-            while _answer(served, native, make_transport("memory", Path("unused"))):
+            while _answer(served, native, participant):
                 pass
 
     thread = threading.Thread(target=serve)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlkernel.contract.identity import manifest_digest
 from rlkernel.errors import RlkernelError
 from rlkernel.verify.claims import check_paged_kv, check_prefix_cache
 from rlkernel.verify.sentinels import ENGINE_CASES, Duty
@@ -88,6 +89,8 @@ def _staging(h: EngineHarness) -> None:
     due = weights_digest(given)
     staged = engine.stage_weights(0, given)
     expect(staged == due, f"the digest of staged weights is {staged}; that of their bytes is {due}")
+    manifest = manifest_digest(engine.staged_manifest())
+    expect(manifest == due, f"the manifest of staged weights has the digest {manifest}; that of their bytes is {due}")
     for tensor in given.values():
         tensor.zero_()
     committed = engine.commit_weights(0, due)
