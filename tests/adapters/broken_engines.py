@@ -155,7 +155,7 @@ BROKEN_ENGINES: list[tuple[str, Plant, str]] = [
         lambda e: setattr(e, "committed", lambda: CommittedVersion(0, "0" * 64)),
         "before anything was committed",
     ),
-    ("staging", labels_staged_weights, "InvariantViolation"),
+    ("staging", labels_staged_weights, "the manifest of staged weights has"),
     ("staging", wraps("stage_weights", lambda _, digest: digest[::-1]), "that of their bytes is"),
     ("staging", wraps("staged_manifest", lambda _, entries: entries[1:]), "the manifest of staged weights has"),
     ("digest", labels_served_weights, "it is a label, not read off bytes"),

@@ -47,7 +47,7 @@ def test_form_and_meaning_in_one_answer(tmp_path: Path, capsys: pytest.CaptureFi
         "stepz": "did you mean 'steps'",
         "model.overides": "did you mean 'overrides'",
         "stages.sync.transport": "placement: split",
-        "data": "there is no data file",
+        "data.parameters": "there is no data file",
         "stages.reward.function": "there is no module 'rewards.nothing'",
         "stages.filter.function": "write rewards.py:NAME",
         "stages.train.optimizer.learning_rate": "'high' is not possible: a number is needed",

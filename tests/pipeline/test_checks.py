@@ -68,7 +68,7 @@ def test_a_good_pipeline_is_prepared() -> None:
         (["stages.evaluate.samples_per_prompt=2"], "stages.evaluate.samples_per_prompt", ["greedy"]),
         (["data.source=complement_digit"], "data.source", ["complement_digits"]),
         (["data.parameters.digit=2"], "data.parameters.digit", ["digits"]),
-        (["data.parameters.digits=9"], "data", ["digits = 9"]),
+        (["data.parameters.digits=9"], "data.parameters", ["digits = 9"]),
         (["data.parameters.held_out=3"], "stages.evaluate.prompts", ["5", "3"]),
         (["steps=30"], "data.repeat", ["120", "90"]),
         (["data.train_prompts=91"], "data.train_prompts", ["91", "90"]),

@@ -24,6 +24,13 @@ COMMIT_FAULTS = ("kill", "hang")
 HANG_S = 0.9
 
 
+def write_plan(path: Path, plan: Mapping[str, str]) -> None:
+    """As a whole: the other side may read meanwhile."""
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(plan))
+    new.replace(path)
+
+
 class PlannedEngine(HeldEngine):
     """Does what ``plan-NAME.json`` says (call -> fault), each fault once."""
 
@@ -38,7 +45,7 @@ class PlannedEngine(HeldEngine):
         except FileNotFoundError:
             return None
         fault = plan.pop(call, None)
-        self._plan.write_text(json.dumps(plan))
+        write_plan(self._plan, plan)
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "hang":

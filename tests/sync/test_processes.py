@@ -4,7 +4,6 @@ was lost catches up."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.sync.processes import COMMIT_FAULTS, STAGE_FAULTS, LossyChannel, planned_engine
+from tests.sync.processes import COMMIT_FAULTS, STAGE_FAULTS, LossyChannel, planned_engine, write_plan
 from tests.sync.virtual import Journal, digest_of, entries_of, weights_of
 from vime.runtime.process import ProcessEngine
 from vime.sync.coordinator import Coordinator, Deadlines, Outcome, Publication
@@ -90,7 +89,7 @@ class Cluster:
     def catch_up(self, names: list[str], draw: random.Random) -> None:
         """Engines that were lost, some of them started anew, serve the committed version again."""
         for name in NAMES:
-            (self.folder / f"plan-{name}.json").write_text("{}")
+            write_plan(self.folder / f"plan-{name}.json", {})
         for name in names:
             tell(self.engines[name], signal.SIGCONT)
             if runs(self.engines[name]) and draw.random() < 0.5:
@@ -133,7 +132,7 @@ def schedule(cluster: Cluster, seed: int) -> Outcome:
         if draw.random() < 0.1:
             plan["commit"] = draw.choice(COMMIT_FAULTS)
         cluster.seen.update(f"{fault} at {call}" for call, fault in plan.items())
-        (cluster.folder / f"plan-{name}.json").write_text(json.dumps(plan))
+        write_plan(cluster.folder / f"plan-{name}.json", plan)
     each = draw.choice((0.0, 0.2))
     channels: dict[str, Channel] = {
         name: LossyChannel(engine.channel(), draw, each) for name, engine in cluster.engines.items()

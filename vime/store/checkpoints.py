@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from vime.errors import InputError, InvariantViolation
 from vime.store.files import disk_errors, file_sha256, parse_json, publish_folder, retire_folder
 from vime.store.names import step_folder, step_of
+from vime.timeline.events import CheckpointWritten
 from vime.timeline.log import Head
 
 MANIFEST = "manifest.json"
@@ -115,15 +116,20 @@ class CheckpointStore:
         """Delete all but the last ``keep``. To be called after the newest was announced; returns the deleted steps."""
         return self._retire(self.steps()[: -self.keep])
 
-    def remove_orphans(self, announced: Collection[int]) -> list[int]:
-        """Delete checkpoints that no event announced; returns their steps."""
-        return self._retire([step for step in self.steps() if step not in announced])
+    def remove_orphans(self, kept: Collection[int | None]) -> list[int]:
+        """Delete all other checkpoints; returns their steps."""
+        return self._retire([step for step in self.steps() if step not in kept])
 
     def _retire(self, steps: list[int]) -> list[int]:
         for step in steps:
             with disk_errors(f"{self.root} (removing the checkpoint of step {step})"):
                 retire_folder(self.folder(step), self.staging)
         return steps
+
+
+def kept_checkpoints(announced: Sequence[CheckpointWritten]) -> int:
+    """How many checkpoints stay, as the last announcement says."""
+    return int(announced[-1].observed.get("keep", 1))
 
 
 def _manifest_text(step: int, head: Head, files: Mapping[str, str], sizes: Mapping[str, int]) -> str:

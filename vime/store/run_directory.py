@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vime.errors import InputError, InvariantViolation
 from vime.store.announced import announced_files, check_announced, sha256
 from vime.store.arrays import ArrayStore, WrittenArrays, describe_array
-from vime.store.checkpoints import Checkpoint, CheckpointStore
+from vime.store.checkpoints import Checkpoint, CheckpointStore, kept_checkpoints
 from vime.store.files import disk_errors, fsync_folder, fsync_tree, write_file
 from vime.store.lock import RunLock, holder_of
 from vime.store.names import (
@@ -160,7 +160,10 @@ class RunDirectory:
             timeline.close()
             raise
         arrays.remove_orphans(announced)
-        checkpoints.remove_orphans({event.step for event in events if isinstance(event, CheckpointWritten)})
+        # a crash can bring one back that was deleted when later ones were written; it stays if the run goes on from it
+        written = [event for event in events if isinstance(event, CheckpointWritten)]
+        kept = {event.step for event in written[-kept_checkpoints(written) :]} if written else set()
+        checkpoints.remove_orphans({*kept, timeline.resumption.checkpoint_step})
         rebuild_steps(content.records, path / STEPS_NAME)
         rebuild_provenance(content.records, path / PROVENANCE_NAME)
         return cls(path, lock, timeline, arrays, checkpoints, events, found)

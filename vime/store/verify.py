@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vime.errors import InputError, InvariantViolation
 from vime.store.announced import announced_files, file_problems
-from vime.store.checkpoints import CheckpointStore
+from vime.store.checkpoints import CheckpointStore, kept_checkpoints
 from vime.store.names import ARRAYS_NAME, CHECKPOINTS_NAME, step_of
 from vime.store.provenance import PROVENANCE_NAME, provenance_text
 from vime.store.remains import left_without_log, stored_steps, unexplained
@@ -85,7 +85,7 @@ def verify_run(run: Path) -> Verification:
         for step in sorted(stored.arrays - set(announced)):
             problems.append(f"step {step}: arrays are stored that no event announced")
         named = [event for event in events if isinstance(event, CheckpointWritten)]
-        kept = {event.step for event in (named[-_kept(named) :] if named else ())}
+        kept = {event.step for event in (named[-kept_checkpoints(named) :] if named else ())}
         for step in sorted(stored.checkpoints - kept):
             known = any(event.step == step for event in named)
             why = "was deleted when later ones were written" if known else "no event announced"
@@ -102,16 +102,11 @@ def _odd_names(folder: Path, due: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"{entry.name} in {folder} is no step's: nothing of this run wrote it"
 
 
-def _kept(announced: Sequence[CheckpointWritten]) -> int:
-    """How many checkpoints stay, as the last announcement says."""
-    return int(announced[-1].observed.get("keep", 1))
-
-
 def _checkpoints(view: RunView, problems: list[str]) -> int:
     announced = [(r, r.event) for r in view.records if isinstance(r.event, CheckpointWritten)]
     if not announced:
         return 0
-    keep = _kept([event for _, event in announced])
+    keep = kept_checkpoints([event for _, event in announced])
     store = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path, keep)
     verified = 0
     for record, event in announced[-keep:]:
