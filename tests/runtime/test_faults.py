@@ -92,7 +92,7 @@ def test_a_bit_flipped_during_an_evaluation_is_caught_there(vime):
     caught(ended, "evaluation of version 0: engine native-0 serves version 0 with digest", trained=0)
 
 
-@pytest.mark.parametrize("transport", ["memory", "shm", "disk"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "disk", "disk_delta"])
 @pytest.mark.parametrize("change", [faults.flip_in_transit, faults.swap_in_transit])
 def test_weights_that_arrive_otherwise_are_rolled_back(vime, transport, change):
     ended = vime.run(f"stages.sync.transport={transport}", plant=faults.changes_in_transit(change))

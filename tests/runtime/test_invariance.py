@@ -40,6 +40,7 @@ SCHEDULES = {
     "five threads": ("threads=5",),
     "through shared memory": ("stages.sync.transport=shm",),
     "through files": ("stages.sync.transport=disk",),
+    "through files of what changed": ("stages.sync.transport=disk_delta",),
     "a checkpoint a step": ("checkpoint.every=1",),
     "everything": (
         "stages.rollout.max_num_seqs=3",
@@ -127,7 +128,7 @@ def test_few_blocks_force_preemption_and_caching_shares(tmp_path):
 
 def test_an_engine_in_another_process_changes_no_bit(bases, tmp_path):
     base = bases(*COMMON)
-    split = ("placement=split", "stages.sync.transport=disk", "stages.rollout.max_num_seqs=3")
+    split = ("placement=split", "stages.sync.transport=disk_delta", "stages.rollout.max_num_seqs=3")
     other = run(tmp_path / "run", *COMMON, *split)
     clean(other)
     equal(base, (tmp_path / "run", other))

@@ -24,7 +24,8 @@ from tests.sync.virtual import Journal, digest_of, entries_of, weights_of
 from vime.runtime.process import ProcessEngine
 from vime.sync.coordinator import Coordinator, Deadlines, Outcome, Publication
 from vime.sync.drive import Channel, drive
-from vime.sync.transport import Transport, make_transport
+from vime.sync.transport import Transport
+from vime.sync.transports import make_transport
 
 SCHEDULES = 50
 NAMES = ("e0", "e1", "e2")

@@ -12,7 +12,7 @@ from vime.rollout.interface import CommittedVersion
 from vime.sync.coordinator import Coordinator, Publication
 from vime.sync.drive import LocalChannel, drive
 from vime.sync.participant import Participant
-from vime.sync.transport import make_transport
+from vime.sync.transports import make_transport
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).reshape(3, 5) / 7,
@@ -26,7 +26,7 @@ def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.fixture(params=["memory", "shm", "disk"])
+@pytest.fixture(params=["memory", "shm", "disk", "disk_delta"])
 def transport(request, tmp_path):
     return make_transport(request.param, tmp_path / "weights")
 

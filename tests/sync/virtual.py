@@ -25,6 +25,7 @@ from vime.rollout.native.weights import WeightSlots
 from vime.sync.coordinator import Coordinator, Deadlines, Outcome, Publication
 from vime.sync.messages import FrameError, decode, encode
 from vime.sync.participant import Participant
+from vime.sync.transport import raw_bytes
 
 DEADLINES = Deadlines(stage=10.0, end=5.0, repeat=0.5)
 WORKERS = Workers(1)
@@ -39,14 +40,18 @@ def weights_of(version: int) -> Tensors:
 
 
 @lru_cache(maxsize=4096)
-def _entry(name: str, shape: tuple[int, ...], data: bytes) -> TensorEntry:
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
-    return plain_manifest({name: tensor}, "float32", WORKERS)[0]
+def _entry(name: str, shape: tuple[int, ...], dtype: str, data: bytes) -> TensorEntry:
+    kind = getattr(torch, dtype)
+    tensor = torch.frombuffer(bytearray(data), dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+    return plain_manifest({name: tensor}, dtype, WORKERS)[0]
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
     """The manifest of what the tensors' bytes are now; kept for bytes that came before."""
-    return tuple(_entry(name, tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items())
+    return tuple(
+        _entry(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), raw_bytes(t).tobytes())
+        for name, t in sorted(tensors.items())
+    )
 
 
 digest_of = lru_cache(maxsize=4096)(manifest_digest)

@@ -77,7 +77,7 @@ def _transport(p: Pipeline) -> Found:
     if p.placement == "split" and p.stages.sync.transport == "memory":
         yield (
             "stages.sync.transport",
-            "'memory' cannot reach an engine in another process (placement: split); 'shm' or 'disk' can",
+            "'memory' cannot reach an engine in another process (placement: split); 'shm', 'disk' and 'disk_delta' can",
         )
 
 

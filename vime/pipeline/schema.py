@@ -218,9 +218,10 @@ class Train(Section):
 
 
 class Sync(Section):
-    """How weights travel from trainer to engine."""
+    """How weights travel from trainer to engine: handed over in this process (``memory``), through POSIX shared memory
+    (``shm``), as a file in the run directory (``disk``), or as files with the tensors that changed (``disk_delta``)."""
 
-    transport: Literal["memory", "shm", "disk"] = Field(default="memory", json_schema_extra=_NO_BITS)
+    transport: Literal["memory", "shm", "disk", "disk_delta"] = Field(default="memory", json_schema_extra=_NO_BITS)
 
 
 class Evaluate(Section):

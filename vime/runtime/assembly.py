@@ -34,7 +34,8 @@ from vime.runtime.sides import (
 )
 from vime.sync.drive import Channel, LocalChannel
 from vime.sync.participant import Participant
-from vime.sync.transport import Transport, make_transport
+from vime.sync.transport import Transport
+from vime.sync.transports import make_transport
 from vime.train.interface import ScoredSample, Trainer, TrainSample
 from vime.train.losses import LossConfig
 from vime.train.native.trainer import NativeTrainer, TrainerConfig
@@ -106,8 +107,9 @@ class Sides:
         return self.exchange.compare(shown, self.numerics)
 
     def close(self) -> None:
-        """End engines and threads."""
+        """End engines and threads; nothing of the weights that were sent stays behind."""
         self.engine.close()
+        self.transport.close()
         self.trainer.close()
         self.workers.close()
 

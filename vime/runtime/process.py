@@ -30,7 +30,7 @@ from vime.runtime.messages import (
 from vime.sync.drive import Channel, ChannelClosed
 from vime.sync.messages import FrameError, decode, encode
 from vime.sync.participant import Participant
-from vime.sync.transport import make_transport
+from vime.sync.transports import make_transport
 from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 

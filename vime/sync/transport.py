@@ -44,10 +44,14 @@ class Transport(Protocol):
         """Let go of what was received."""
 
     def release(self, handle: Handle) -> None:
-        """Free what was sent, after every engine has its copy."""
+        """Free what was sent, after every engine has its copy. Freeing twice does nothing."""
+
+    def close(self) -> None:
+        """Free everything that was sent."""
 
 
-def _raw(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a tensor in C order, uint8 [n]; a copy where it is not contiguous, or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)  # weights of a trainer on a GPU come home here
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
 
@@ -88,6 +92,9 @@ class MemoryTransport:
     def release(self, handle: Handle) -> None:
         self._held.pop(handle["key"], None)
 
+    def close(self) -> None:
+        self._held.clear()
+
 
 def _bytes_of(segment: shared_memory.SharedMemory) -> memoryview:
     """The segment's memory. Raises InvariantViolation for one that was closed."""
@@ -123,7 +130,7 @@ class SharedMemoryTransport:
             ) from error
         view = np.frombuffer(_bytes_of(segment), np.uint8)
         for entry in entries:
-            view[entry["offset"] : entry["offset"] + entry["bytes"]] = _raw(tensors[entry["name"]])
+            view[entry["offset"] : entry["offset"] + entry["bytes"]] = raw_bytes(tensors[entry["name"]])
         del view
         self._sent[segment.name] = segment
         return {"transport": self.name, "segment": segment.name, "size": size, "tensors": entries}
@@ -166,6 +173,28 @@ class SharedMemoryTransport:
             with suppress(FileNotFoundError):
                 segment.unlink()
 
+    def close(self) -> None:
+        for name in list(self._sent):
+            self.release({"segment": name})
+
+
+def write_tensors(folder: Path, tensors: Tensors) -> str:
+    """Write tensors into a new safetensors file of a folder; its path. Raises Interrupted where there is no room."""
+    path = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=folder)
+        os.close(descriptor)
+        # copies: two names may share memory, which the format refuses
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+        raise Interrupted(
+            f"the weights cannot be written to {path or folder} ({error}): make room, then resume"
+        ) from error
+    return path
+
 
 class DiskTransport:
     """One safetensors file a publication, in a folder that both sides see."""
@@ -174,20 +203,11 @@ class DiskTransport:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._sent: set[str] = set()
 
     def send(self, tensors: Tensors) -> Handle:
-        path = None
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=self._folder)
-            os.close(descriptor)
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        except (OSError, SafetensorError) as error:
-            if path is not None:
-                Path(path).unlink(missing_ok=True)
-            raise Interrupted(
-                f"the weights cannot be written to {path or self._folder} ({error}): make room, then resume"
-            ) from error
+        path = write_tensors(self._folder, tensors)
+        self._sent.add(path)
         return {"transport": self.name, "path": path}
 
     def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
@@ -200,15 +220,9 @@ class DiskTransport:
         """Nothing is held open."""
 
     def release(self, handle: Handle) -> None:
+        self._sent.discard(handle["path"])
         Path(handle["path"]).unlink(missing_ok=True)
 
-
-def make_transport(name: str, folder: Path) -> Transport:
-    """A transport by its pipeline name; ``folder`` is where ``disk`` writes. Raises InputError for other names."""
-    if name == "memory":
-        return MemoryTransport()
-    if name == "shm":
-        return SharedMemoryTransport()
-    if name == "disk":
-        return DiskTransport(folder)
-    raise InputError(f"stages.sync.transport is {name!r}; accepted: memory, shm, disk")
+    def close(self) -> None:
+        for path in list(self._sent):
+            self.release({"path": path})

@@ -32,7 +32,7 @@ from vime.errors import Interrupted
 from vime.runtime.process import ProcessEngine, _answer
 from vime.store.run_directory import RunDirectory, RunView
 from vime.sync.participant import Participant
-from vime.sync.transport import make_transport
+from vime.sync.transports import make_transport
 from vime.timeline.event import Event
 from vime.timeline.events import RunInterrupted
 from vime.timeline.log import LogWriter, Record

@@ -1,0 +1,250 @@
+"""What every transport keeps to: any model that a contract knows, one to four engines, every bit, and nothing left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sync.processes import planned_engine
+from tests.sync.virtual import HeldEngine, Journal, digest_of, entries_of
+from vime.errors import Interrupted, InvariantViolation
+from vime.runtime.process import ProcessEngine
+from vime.sync.coordinator import Coordinator, Publication
+from vime.sync.drive import Channel, LocalChannel, drive
+from vime.sync.participant import Participant
+from vime.sync.transport import Transport, raw_bytes
+from vime.sync.transports import TRANSPORTS, make_transport
+
+Tensors = dict[str, torch.Tensor]
+BETWEEN_PROCESSES = [name for name in TRANSPORTS if name != "memory"]
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = [(), (1,), (7,), (0,), (3, 5), (64, 64), (2, 0, 4), (1, 1, 129), (257, 3)]
+
+
+def random_model(seed: int) -> Tensors:
+    """Bits of every kind in every shape; with tensors that share memory, and shards of a larger one that are no
+    contiguous block of it."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: Tensors = {}
+    for number in range(draw.randrange(4, 12)):
+        dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
+        words = torch.int32 if dtype is torch.float32 else torch.int16
+        size = torch.Size(shape).numel()
+        bits = torch.randint(torch.iinfo(words).min, torch.iinfo(words).max, (size,), generator=generator, dtype=words)
+        tensors[f"layers.{number}.weight"] = bits.view(dtype).reshape(shape)
+    whole = torch.randn(16, 24, generator=generator).to(draw.choice(DTYPES))
+    tensors["embed"] = tensors["lm_head"] = whole  # tied
+    tensors["columns.0"], tensors["columns.1"] = whole[:, :12], whole[:, 12:]
+    tensors["transposed"] = whole.T
+    return tensors
+
+
+def moved(tensors: Tensors, seed: int) -> Tensors:
+    """The next step's weights: some of the tensors are others."""
+    draw = random.Random(seed)
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in draw.sample(sorted(result), len(result) // 2):
+        raw = result[name].reshape(-1)
+        if raw.numel():
+            raw.view(torch.uint8)[draw.randrange(raw.numel() * raw.element_size())] ^= 1 << draw.randrange(8)
+            result[name] = raw.reshape(result[name].shape)
+    return result
+
+
+def same(found: Tensors, wanted: Tensors) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].shape == tensor.shape
+        and found[name].dtype == tensor.dtype
+        and raw_bytes(found[name]).tobytes() == raw_bytes(tensor).tobytes()
+        for name, tensor in wanted.items()
+    )
+
+
+def left(folder: Path) -> set[str]:
+    """What transports leave on this machine."""
+    segments = {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+    return segments | {str(path) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
+    before = left(tmp_path)
+    made = make_transport(request.param, tmp_path / "weights")
+    yield made
+    made.close()
+    assert left(tmp_path) <= before
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_bit_of_any_model_arrives(transport: Transport, seed: int) -> None:
+    tensors = random_model(seed)
+    for step in range(3):
+        handle = transport.send(tensors)
+        assert same(transport.receive(handle), tensors)
+        transport.close_received()
+        transport.release(handle)
+        tensors = moved(tensors, seed * 10 + step)
+
+
+def test_publications_that_overlap_keep_apart(transport: Transport) -> None:
+    """An engine may fetch the older one while the newer one is there, and again after a repeat."""
+    first = random_model(1)
+    second = moved(first, 2)
+    one, other = transport.send(first), transport.send(second)
+    for _ in range(2):
+        assert same(transport.receive(one), first) and same(transport.receive(other), second)
+        transport.close_received()
+    transport.release(one)
+    assert same(transport.receive(other), second)
+    transport.close_received()
+    transport.release(other)
+    transport.release(other)
+
+
+def test_what_arrived_is_the_receivers_own(transport: Transport) -> None:
+    """It stays as it is when what was sent is freed; embedded engines copy what they are handed."""
+    tensors = random_model(3)
+    handle = transport.send(tensors)
+    found = transport.receive(handle)
+    transport.close_received()
+    transport.release(handle)
+    assert same(found, tensors)
+
+
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+def test_what_was_freed_cannot_be_received(name: str, tmp_path: Path) -> None:
+    transport = make_transport(name, tmp_path)
+    handle = transport.send(random_model(4))
+    transport.release(handle)
+    transport.close()
+    with pytest.raises(InvariantViolation):
+        transport.receive(handle)
+
+
+@pytest.mark.parametrize("name", ["disk", "disk_delta"])
+def test_a_full_disk_is_one_to_resume_after(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    transport = make_transport(name, tmp_path)
+    tensors = random_model(5)
+    with monkeypatch.context() as patch:
+        patch.setattr("vime.sync.transport.save_file", full)
+        with pytest.raises(Interrupted, match="make room, then resume"):
+            transport.send(tensors)
+    assert left(tmp_path) & {str(path) for path in tmp_path.rglob("*")} == set()
+    handle = transport.send(tensors)  # nothing of the failed one is counted on
+    assert same(transport.receive(handle), tensors)
+
+
+def test_a_delta_is_what_changed(tmp_path: Path) -> None:
+    transport = make_transport("disk_delta", tmp_path)
+    tensors = random_model(6)
+    first = transport.send(tensors)
+    assert first["written"] == sorted(tensors)
+    again = transport.send(tensors)
+    assert again["written"] == [] and same(transport.receive(again), tensors)
+    after = moved(tensors, 7)
+    changed = sorted(n for n in tensors if raw_bytes(tensors[n]).tobytes() != raw_bytes(after[n]).tobytes())
+    third = transport.send(after)
+    assert third["written"] == changed and 0 < len(changed) < len(tensors)
+    transport.release(first)
+    transport.release(again)
+    late = make_transport("disk_delta", tmp_path)  # an engine that was not there before
+    assert same(late.receive(third), after)
+    del after["embed"]
+    fourth = transport.send(after)
+    assert fourth["written"] == [] and same(late.receive(fourth), after)
+
+
+def test_a_flipped_bit_in_a_file_of_a_delta_is_named(tmp_path: Path) -> None:
+    transport = make_transport("disk_delta", tmp_path)
+    handle = transport.send({"a": torch.ones(1000), "b": torch.zeros(1000)})
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InvariantViolation, match=r"tensor [ab] in .* has the SHA-256"):
+        transport.receive(handle)
+
+
+class Engines:
+    """Processes that are started when they are needed, and serve every test of a transport."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+        self.made: list[ProcessEngine] = []
+
+    def take(self, count: int) -> list[ProcessEngine]:
+        while len(self.made) < count:
+            specification = {
+                "engine_id": f"e{len(self.made)}", "transport": self._name, "transport_folder": str(self._folder),
+            }  # fmt: skip
+            self.made.append(ProcessEngine(planned_engine, specification, start_method="forkserver"))
+        return self.made[:count]
+
+
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+def test_engines_in_other_processes_follow(name: str, tmp_path: Path) -> None:
+    """One to four, one after the other joining; every version of another random model."""
+    multiprocessing.set_forkserver_preload(["tests.sync.processes"])
+    before = left(tmp_path)
+    transport = make_transport(name, tmp_path / "weights")
+    engines = Engines(name, tmp_path / "weights")
+    attempt = 0
+    tensors = random_model(20)
+    for version, count in enumerate((1, 2, 3, 4)):
+        chosen = engines.take(count)
+        channels: dict[str, Channel] = {engine.engine_id: engine.channel() for engine in chosen}
+        coordinator = Coordinator(list(channels), Journal(), first_attempt=attempt)
+        attempt += 10
+        entries = entries_of(tensors)
+        handle = transport.send(tensors)
+        publication = Publication(version, digest_of(entries), handle, lambda kept=entries: kept)  # type: ignore[misc]
+        coordinator.publish(time.monotonic(), publication)
+        outcome = drive(coordinator, channels)
+        transport.release(handle)
+        assert set(outcome.committed) == set(channels), outcome
+        served = [engine.committed() for engine in chosen]
+        assert {(found and found.version, found and found.digest) for found in served} == {
+            (version, publication.digest)
+        }
+        tensors = moved(tensors, version) if version % 2 else random_model(30 + version)
+    for engine in engines.made:
+        engine.close()
+    transport.close()
+    assert left(tmp_path) <= before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_flipped_bit_is_refused(transport: Transport, seed: int) -> None:
+    """Whatever a transport does to a bit, the engine's digest is not the published one, and the old version serves."""
+    draw = random.Random(seed)
+    tensors = random_model(seed + 40)
+    engine = HeldEngine("e0")
+    whole = transport.receive
+
+    def receive(handle: Any) -> Tensors:
+        found = {name: tensor.clone() for name, tensor in whole(handle).items()}
+        name = draw.choice([name for name, tensor in found.items() if tensor.numel()])
+        raw = found[name].contiguous().reshape(-1).view(torch.uint8)
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        found[name] = raw.view(tensors[name].dtype).reshape(tensors[name].shape)
+        return found
+
+    transport.receive = receive  # type: ignore[method-assign]
+    coordinator = Coordinator(["e0"], Journal())
+    entries = entries_of(tensors)
+    coordinator.publish(0.0, Publication(0, digest_of(entries), transport.send(tensors), lambda: entries))
+    outcome = drive(coordinator, {"e0": LocalChannel(Participant(engine, transport))}, clock=lambda: 0.0)
+    assert outcome.rolled_back and "the bytes of tensor" in outcome.reason
+    assert engine.token() is None
