@@ -15,3 +15,16 @@ class NumericsError(RlkernelError):
 
 class ModelError(RlkernelError):
     """A checkpoint, configuration or tokenizer that cannot be loaded, or does not fit."""
+
+
+class DeviceError(RlkernelError):
+    """A call of a device runtime failed; ``name`` is its error code as the runtime writes it."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call} failed: {name}")
+        self.call, self.name = call, name
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether room on the device is what was lacking."""
+        return self.name in ("hipErrorOutOfMemory", "cudaErrorMemoryAllocation")

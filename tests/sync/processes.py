@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.sync import fake_hip
 from tests.sync.virtual import HeldEngine
 from vime.rollout.interface import CommittedVersion
 from vime.sync.drive import Channel
@@ -71,7 +72,9 @@ class PlannedEngine(HeldEngine):
 
 
 def planned_engine(specification: Mapping[str, Any]) -> PlannedEngine:
-    """Factory for :class:`vime.runtime.process.ProcessEngine`."""
+    """Factory for :class:`vime.runtime.process.ProcessEngine`; ``hip``: the library and devices of its HIP runtime."""
+    if "hip" in specification:
+        fake_hip.load(**specification["hip"])
     return PlannedEngine(specification["engine_id"], Path(specification["transport_folder"]))
 
 

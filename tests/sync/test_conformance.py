@@ -5,19 +5,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hardware.rocm.runtime import HipRuntime
+from rlkernel.errors import DeviceError
+from tests.sync import fake_hip
 from tests.sync.processes import planned_engine
 from tests.sync.virtual import HeldEngine, Journal, digest_of, entries_of
-from vime.errors import Interrupted, InvariantViolation
+from vime.errors import InputError, Interrupted, InvariantViolation
 from vime.runtime.process import ProcessEngine
 from vime.sync.coordinator import Coordinator, Publication
+from vime.sync.device_ipc import DeviceIpcTransport
 from vime.sync.drive import Channel, LocalChannel, drive
 from vime.sync.participant import Participant
 from vime.sync.transport import Transport, raw_bytes
@@ -71,14 +78,31 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 
 def left(folder: Path) -> set[str]:
     """What transports leave on this machine."""
-    segments = {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+    segments = {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "fakehip-"))}
     return segments | {str(path) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def hip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The library that stands for the HIP runtime, loaded here: this process sees the devices bb and aa."""
+    if not fake_hip.can_be_built():
+        pytest.skip(fake_hip.NEEDS)
+    library = str(fake_hip.build(tmp_path_factory.mktemp("hip")))
+    fake_hip.load(library, "bb,aa")
+    return library
+
+
+def make(name: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
+    if name == "hip_ipc":
+        request.getfixturevalue("hip")
+        return DeviceIpcTransport(name, HipRuntime(), ordinal=1, bucket_bytes=1500)
+    return make_transport(name, folder)
 
 
 @pytest.fixture(params=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
     before = left(tmp_path)
-    made = make_transport(request.param, tmp_path / "weights")
+    made = make(request.param, tmp_path / "weights", request)
     yield made
     made.close()
     assert left(tmp_path) <= before
@@ -121,8 +145,8 @@ def test_what_arrived_is_the_receivers_own(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-def test_what_was_freed_cannot_be_received(name: str, tmp_path: Path) -> None:
-    transport = make_transport(name, tmp_path)
+def test_what_was_freed_cannot_be_received(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    transport = make(name, tmp_path, request)
     handle = transport.send(random_model(4))
     transport.release(handle)
     transport.close()
@@ -180,26 +204,30 @@ def test_a_flipped_bit_in_a_file_of_a_delta_is_named(tmp_path: Path) -> None:
 class Engines:
     """Processes that are started when they are needed, and serve every test of a transport."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name, self._folder = name, folder
+    def __init__(self, name: str, folder: Path, library: str | None) -> None:
+        self._name, self._folder, self._library = name, folder, library
         self.made: list[ProcessEngine] = []
 
     def take(self, count: int) -> list[ProcessEngine]:
         while len(self.made) < count:
-            specification = {
+            specification: dict[str, Any] = {
                 "engine_id": f"e{len(self.made)}", "transport": self._name, "transport_folder": str(self._folder),
             }  # fmt: skip
+            if self._library is not None:  # each sees the devices in another order
+                devices = ("aa,bb", "bb,cc,aa", "aa", "cc,aa,bb")[len(self.made)]
+                specification["hip"] = {"library": self._library, "devices": devices}
             self.made.append(ProcessEngine(planned_engine, specification, start_method="forkserver"))
         return self.made[:count]
 
 
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-def test_engines_in_other_processes_follow(name: str, tmp_path: Path) -> None:
+def test_engines_in_other_processes_follow(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """One to four, one after the other joining; every version of another random model."""
     multiprocessing.set_forkserver_preload(["tests.sync.processes"])
     before = left(tmp_path)
-    transport = make_transport(name, tmp_path / "weights")
-    engines = Engines(name, tmp_path / "weights")
+    transport = make(name, tmp_path / "weights", request)
+    library = request.getfixturevalue("hip") if name == "hip_ipc" else None
+    engines = Engines(name, tmp_path / "weights", library)
     attempt = 0
     tensors = random_model(20)
     for version, count in enumerate((1, 2, 3, 4)):
@@ -248,3 +276,81 @@ def test_any_flipped_bit_is_refused(transport: Transport, seed: int) -> None:
     outcome = drive(coordinator, {"e0": LocalChannel(Participant(engine, transport))}, clock=lambda: 0.0)
     assert outcome.rolled_back and "the bytes of tensor" in outcome.reason
     assert engine.token() is None
+
+
+def test_a_device_that_is_not_seen_is_named(hip: str, tmp_path: Path) -> None:
+    transport = DeviceIpcTransport("hip_ipc", HipRuntime())
+    handle = transport.send(random_model(8))
+    with pytest.raises(InputError, match=r"this process sees b{32}, a{32}: let engine and trainer see the same"):
+        transport.receive({**handle, "device": "c" * 32})
+    transport.close()
+
+
+def test_no_room_on_the_device_is_one_to_resume_after(hip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = DeviceIpcTransport("hip_ipc", HipRuntime(), bucket_bytes=4096)
+    before = left(Path("/dev/shm/none"))
+    tensors = {f"t{n}": torch.ones(1000) for n in range(4)}
+    monkeypatch.setenv("FAKE_HIP_MEMORY", "9000")
+    with pytest.raises(Interrupted, match=r"hipMalloc failed: hipErrorOutOfMemory; make room on it, then resume"):
+        transport.send(tensors)
+    assert left(Path("/dev/shm/none")) == before  # the buckets that there was room for are given back
+    monkeypatch.setenv("FAKE_HIP_MEMORY", "17000")
+    handle = transport.send(tensors)
+    assert len(handle["buckets"]) == 4 and same(transport.receive(handle), tensors)
+    transport.release(handle)
+    again = transport.send({name: tensor * 2 for name, tensor in tensors.items()})
+    assert again["buckets"] == handle["buckets"]  # the memory is used again
+    transport.close()
+
+
+def test_the_runtime_says_what_failed(hip: str) -> None:
+    runtime = HipRuntime()
+    assert [runtime.identity(ordinal) for ordinal in range(runtime.device_count())] == ["bb" * 16, "aa" * 16]
+    runtime.use(1)
+    address = runtime.allocate(100)
+    for call, name in (
+        (lambda: runtime.use(2), "hipErrorInvalidDevice"),
+        (lambda: runtime.identity(7), "hipErrorInvalidDevice"),
+        (lambda: runtime.open(runtime.export(address)), "hipErrorInvalidContext"),
+        (lambda: runtime.open(bytes(64)), "hipErrorInvalidValue"),
+    ):
+        with pytest.raises(DeviceError) as caught:
+            call()
+        assert caught.value.name == name
+    runtime.free(address)
+
+
+REAL = """
+from hardware.rocm.runtime import HipRuntime
+from rlkernel.errors import DeviceError
+runtime = HipRuntime()
+print("devices", runtime.device_count())
+for name, call in {
+    "use": lambda: runtime.use(0), "allocate": lambda: runtime.allocate(1024), "open": lambda: runtime.open(bytes(64)),
+    "identity": lambda: runtime.identity(0), "copy": lambda: runtime.copy(0, 0, 16),
+}.items():
+    try:
+        call()
+    except DeviceError as error:
+        print(name, error.name)
+"""
+
+
+def test_the_real_runtime_without_a_device_says_so() -> None:
+    """AMD's own library, where it is installed: its error codes come through by name."""
+    if find_library("amdhip64") is None:
+        pytest.skip("libamdhip64 is not installed")
+    found = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=True, timeout=120)
+    lines = found.stdout.splitlines()
+    if lines[0] != "devices 0":
+        pytest.skip("there is a device")
+    names = ("use", "allocate", "open", "identity", "copy")
+    assert lines[1:] == [f"{name} hipErrorInvalidDevice" for name in names]
+
+
+def test_without_a_runtime_one_sentence_says_what_is_missing() -> None:
+    if find_library("amdhip64") is not None:
+        pytest.skip("libamdhip64 is installed")
+    code = "from hardware.rocm.runtime import HipRuntime; HipRuntime()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "the HIP runtime cannot be used: failed to dlopen" in found.stderr

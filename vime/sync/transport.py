@@ -25,7 +25,7 @@ from vime.errors import InputError, Interrupted, InvariantViolation
 
 Handle = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 64
 
 
@@ -56,13 +56,17 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
 
 
-def _layout(tensors: Tensors) -> tuple[list[dict[str, Any]], int]:
+def layout(tensors: Tensors) -> tuple[list[dict[str, Any]], int]:
+    """Name, shape, dtype, offset and bytes of every tensor, in name order, and the bytes of all together.
+
+    Raises InputError for a dtype that weights do not have.
+    """
     entries, offset = [], 0
     for name in sorted(tensors):
         tensor = tensors[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise InputError(f"{name} is {tensor.dtype}; weights travel as {' or '.join(_DTYPES)}")
+        if dtype not in DTYPES:
+            raise InputError(f"{name} is {tensor.dtype}; weights travel as {' or '.join(DTYPES)}")
         size = tensor.numel() * tensor.element_size()
         entries.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset, "bytes": size})
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -113,7 +117,7 @@ class SharedMemoryTransport:
         self._received: list[shared_memory.SharedMemory] = []
 
     def send(self, tensors: Tensors) -> Handle:
-        entries, size = _layout(tensors)
+        entries, size = layout(tensors)
         segment = None
         try:
             segment = shared_memory.SharedMemory(create=True, size=max(1, size))
@@ -153,7 +157,7 @@ class SharedMemoryTransport:
         result = {}
         for entry in handle["tensors"]:
             raw = np.frombuffer(_bytes_of(segment), np.uint8, entry["bytes"], entry["offset"])
-            tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             if entry["bytes"]:
                 # a copy: a tensor that outlives the segment must not read freed memory
                 tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw

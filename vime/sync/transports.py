@@ -7,13 +7,22 @@ from pathlib import Path
 
 from vime.errors import InputError
 from vime.sync.delta import DeltaDiskTransport
+from vime.sync.device_ipc import DeviceIpcTransport
 from vime.sync.transport import DiskTransport, MemoryTransport, SharedMemoryTransport, Transport
+
+
+def _hip_ipc(folder: Path) -> Transport:
+    from hardware.rocm.runtime import HipRuntime
+
+    return DeviceIpcTransport("hip_ipc", HipRuntime())
+
 
 TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
     "memory": lambda folder: MemoryTransport(),
     "shm": lambda folder: SharedMemoryTransport(),
     "disk": DiskTransport,
     "disk_delta": DeltaDiskTransport,
+    "hip_ipc": _hip_ipc,
 }
 
 
