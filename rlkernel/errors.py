@@ -27,4 +27,4 @@ class DeviceError(RlkernelError):
     @property
     def out_of_memory(self) -> bool:
         """Whether room on the device is what was lacking."""
-        return self.name in ("hipErrorOutOfMemory", "cudaErrorMemoryAllocation")
+        return self.name in ("hipErrorOutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.sync import fake_hip
+from tests.sync import fake_devices
 from tests.sync.virtual import HeldEngine
 from vime.rollout.interface import CommittedVersion
 from vime.sync.drive import Channel
@@ -72,9 +72,9 @@ class PlannedEngine(HeldEngine):
 
 
 def planned_engine(specification: Mapping[str, Any]) -> PlannedEngine:
-    """Factory for :class:`vime.runtime.process.ProcessEngine`; ``hip``: the library and devices of its HIP runtime."""
-    if "hip" in specification:
-        fake_hip.load(**specification["hip"])
+    """Factory for :class:`vime.runtime.process.ProcessEngine`; ``fake``: its device runtime and devices."""
+    if "fake" in specification:
+        fake_devices.load(**specification["fake"])
     return PlannedEngine(specification["engine_id"], Path(specification["transport_folder"]))
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes.util import find_library
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hardware.cuda.runtime import CudaRuntime
 from hardware.rocm.runtime import HipRuntime
 from rlkernel.errors import DeviceError
-from tests.sync import fake_hip
+from tests.sync import fake_devices
 from tests.sync.processes import planned_engine
 from tests.sync.virtual import HeldEngine, Journal, digest_of, entries_of
 from vime.errors import InputError, Interrupted, InvariantViolation
@@ -82,20 +85,31 @@ def left(folder: Path) -> set[str]:
     return segments | {str(path) for path in folder.rglob("*") if path.is_file()}
 
 
+RUNTIMES = {"hip_ipc": HipRuntime, "cuda_ipc": CudaRuntime}
+
+
 @pytest.fixture(scope="module")
-def hip(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The library that stands for the HIP runtime, loaded here: this process sees the devices bb and aa."""
-    if not fake_hip.can_be_built():
-        pytest.skip(fake_hip.NEEDS)
-    library = str(fake_hip.build(tmp_path_factory.mktemp("hip")))
-    fake_hip.load(library, "bb,aa")
-    return library
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Libraries that stand for device runtimes, loaded here: this process sees the devices bb and aa."""
+    if not fake_devices.can_be_built():
+        pytest.skip(fake_devices.NEEDS)
+    folder = tmp_path_factory.mktemp("devices")
+    found = {name: fake_devices.build(name, folder) for name in RUNTIMES}
+    for library in found.values():
+        fake_devices.load(library, "bb,aa")
+    return found
+
+
+@pytest.fixture(params=list(RUNTIMES))
+def device_ipc(request: pytest.FixtureRequest, libraries: dict[str, str]) -> Callable[..., DeviceIpcTransport]:
+    """Makes a transport over each kind of device."""
+    return partial(DeviceIpcTransport, request.param, RUNTIMES[request.param]())
 
 
 def make(name: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
-    if name == "hip_ipc":
-        request.getfixturevalue("hip")
-        return DeviceIpcTransport(name, HipRuntime(), ordinal=1, bucket_bytes=1500)
+    if name in RUNTIMES:
+        request.getfixturevalue("libraries")
+        return DeviceIpcTransport(name, RUNTIMES[name](), ordinal=1, bucket_bytes=1500)
     return make_transport(name, folder)
 
 
@@ -215,7 +229,7 @@ class Engines:
             }  # fmt: skip
             if self._library is not None:  # each sees the devices in another order
                 devices = ("aa,bb", "bb,cc,aa", "aa", "cc,aa,bb")[len(self.made)]
-                specification["hip"] = {"library": self._library, "devices": devices}
+                specification["fake"] = {"library": self._library, "devices": devices}
             self.made.append(ProcessEngine(planned_engine, specification, start_method="forkserver"))
         return self.made[:count]
 
@@ -226,7 +240,7 @@ def test_engines_in_other_processes_follow(name: str, tmp_path: Path, request: p
     multiprocessing.set_forkserver_preload(["tests.sync.processes"])
     before = left(tmp_path)
     transport = make(name, tmp_path / "weights", request)
-    library = request.getfixturevalue("hip") if name == "hip_ipc" else None
+    library = request.getfixturevalue("libraries")[name] if name in RUNTIMES else None
     engines = Engines(name, tmp_path / "weights", library)
     attempt = 0
     tensors = random_model(20)
@@ -278,20 +292,22 @@ def test_any_flipped_bit_is_refused(transport: Transport, seed: int) -> None:
     assert engine.token() is None
 
 
-def test_a_device_that_is_not_seen_is_named(hip: str, tmp_path: Path) -> None:
-    transport = DeviceIpcTransport("hip_ipc", HipRuntime())
+def test_a_device_that_is_not_seen_is_named(device_ipc: Callable[..., DeviceIpcTransport]) -> None:
+    transport = device_ipc()
     handle = transport.send(random_model(8))
     with pytest.raises(InputError, match=r"this process sees b{32}, a{32}: let engine and trainer see the same"):
         transport.receive({**handle, "device": "c" * 32})
     transport.close()
 
 
-def test_no_room_on_the_device_is_one_to_resume_after(hip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = DeviceIpcTransport("hip_ipc", HipRuntime(), bucket_bytes=4096)
+def test_no_room_on_the_device_is_one_to_resume_after(
+    device_ipc: Callable[..., DeviceIpcTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = device_ipc(bucket_bytes=4096)
     before = left(Path("/dev/shm/none"))
     tensors = {f"t{n}": torch.ones(1000) for n in range(4)}
     monkeypatch.setenv("FAKE_HIP_MEMORY", "9000")
-    with pytest.raises(Interrupted, match=r"hipMalloc failed: hipErrorOutOfMemory; make room on it, then resume"):
+    with pytest.raises(Interrupted, match=r"(hipMalloc|cuMemAlloc_v2) failed: \w+; make room on it, then"):
         transport.send(tensors)
     assert left(Path("/dev/shm/none")) == before  # the buckets that there was room for are given back
     monkeypatch.setenv("FAKE_HIP_MEMORY", "17000")
@@ -303,21 +319,51 @@ def test_no_room_on_the_device_is_one_to_resume_after(hip: str, monkeypatch: pyt
     transport.close()
 
 
-def test_the_runtime_says_what_failed(hip: str) -> None:
-    runtime = HipRuntime()
+@pytest.mark.parametrize("name", list(RUNTIMES))
+def test_the_runtime_says_what_failed(name: str, libraries: dict[str, str]) -> None:
+    runtime = RUNTIMES[name]()
     assert [runtime.identity(ordinal) for ordinal in range(runtime.device_count())] == ["bb" * 16, "aa" * 16]
     runtime.use(1)
     address = runtime.allocate(100)
-    for call, name in (
-        (lambda: runtime.use(2), "hipErrorInvalidDevice"),
-        (lambda: runtime.identity(7), "hipErrorInvalidDevice"),
-        (lambda: runtime.open(runtime.export(address)), "hipErrorInvalidContext"),
-        (lambda: runtime.open(bytes(64)), "hipErrorInvalidValue"),
+    for call, cause in (
+        (lambda: runtime.use(2), "INVALIDDEVICE"),
+        (lambda: runtime.identity(7), "INVALIDDEVICE"),
+        (lambda: runtime.open(runtime.export(address)), "INVALIDCONTEXT"),
+        (lambda: runtime.open(bytes(64)), "INVALIDVALUE"),
     ):
         with pytest.raises(DeviceError) as caught:
             call()
-        assert caught.value.name == name
+        assert caught.value.name.upper().replace("_", "") in (f"HIPERROR{cause}", f"CUDAERROR{cause}")
     runtime.free(address)
+
+
+@pytest.mark.parametrize("name", list(RUNTIMES))
+def test_a_receiver_that_went_by_ordinals_is_refused(name: str, tmp_path: Path, libraries: dict[str, str]) -> None:
+    """What the engines of the tests above would meet: the sender's ordinal 1 is another device to them."""
+    script = tmp_path / "by_ordinal.py"
+    script.write_text(
+        "import json, sys\n"
+        "from tests.sync import fake_devices\n"
+        "fake_devices.load(sys.argv[2], 'aa,bb')\n"
+        "from vime.sync.transports import make_transport\n"
+        "transport = make_transport(sys.argv[1], None)\n"
+        "if sys.argv[4] == 'ordinal': transport._ordinal_of = lambda identity: 1\n"
+        "found = transport.receive(json.loads(sys.argv[3]))\n"
+        "print(found['a'].tolist())\n"
+    )
+    transport = DeviceIpcTransport(name, RUNTIMES[name](), ordinal=1)
+    handle = json.dumps(transport.send({"a": torch.arange(3.0)}))
+    outcomes = {
+        way: subprocess.run(
+            [sys.executable, str(script), name, libraries[name], handle, way],
+            capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for way in ("uuid", "ordinal")
+    }  # fmt: skip
+    transport.close()
+    assert outcomes["uuid"].stdout == "[0.0, 1.0, 2.0]\n", outcomes["uuid"].stderr
+    assert "InvariantViolation: the published weights cannot be opened on the device" in outcomes["ordinal"].stderr
 
 
 REAL = """

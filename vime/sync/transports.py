@@ -17,12 +17,19 @@ def _hip_ipc(folder: Path) -> Transport:
     return DeviceIpcTransport("hip_ipc", HipRuntime())
 
 
+def _cuda_ipc(folder: Path) -> Transport:
+    from hardware.cuda.runtime import CudaRuntime
+
+    return DeviceIpcTransport("cuda_ipc", CudaRuntime())
+
+
 TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
     "memory": lambda folder: MemoryTransport(),
     "shm": lambda folder: SharedMemoryTransport(),
     "disk": DiskTransport,
     "disk_delta": DeltaDiskTransport,
     "hip_ipc": _hip_ipc,
+    "cuda_ipc": _cuda_ipc,
 }
 
 
