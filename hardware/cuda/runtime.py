@@ -124,6 +124,9 @@ class CudaRuntime:
         self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Copy bytes between any two places, and wait until it is done."""
+        """Copy bytes between any two places, behind what torch's default stream does; see :meth:`synchronise`."""
         self._call("cuMemcpy", target, source, size)
+
+    def synchronise(self) -> None:
+        """Wait until every copy is done."""
         self._call("cuCtxSynchronize")

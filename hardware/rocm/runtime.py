@@ -87,6 +87,9 @@ class HipRuntime:
         self._call("hipIpcCloseMemHandle", self._pointers.pop(address))
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Copy bytes between any two places, and wait until it is done."""
+        """Copy bytes between any two places, behind what torch's default stream does; see :meth:`synchronise`."""
         self._call("hipMemcpy", target, source, size, self._hip.hipMemcpyKind.hipMemcpyDefault)
+
+    def synchronise(self) -> None:
+        """Wait until every copy is done."""
         self._call("hipDeviceSynchronize")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -40,6 +40,8 @@ class DeviceRuntime(Protocol):
     def unmap(self, address: int) -> None: ...
 
     def copy(self, target: int, source: int, size: int) -> None: ...
+
+    def synchronise(self) -> None: ...
 
 
 @dataclass
@@ -77,11 +79,19 @@ class DeviceIpcTransport:
         name: as the pipeline calls it (``hip_ipc``).
         runtime: of that kind of device.
         ordinal: the sender's device, in its own numbering.
+        to: where a receiver puts its copies: ``cpu``, or ``device``, the one that the weights lie on.
         bucket_bytes: least size at which a bucket is full.
     """
 
-    def __init__(self, name: str, runtime: DeviceRuntime, ordinal: int = 0, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        runtime: DeviceRuntime,
+        ordinal: int = 0,
+        to: Literal["cpu", "device"] = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.name, self._to = name, to
         self._runtime, self._ordinal, self._bucket_bytes = runtime, ordinal, bucket_bytes
         self._sent: dict[int, list[_Bucket]] = {}
         self._unused: list[_Bucket] = []
@@ -97,11 +107,12 @@ class DeviceIpcTransport:
             self._runtime.use(self._ordinal)
             buckets = self._buckets(packing.sizes)
             try:
-                for entry in packing.entries:
+                sources = [tensors[entry["name"]].detach().contiguous() for entry in packing.entries]
+                for entry, source in zip(packing.entries, sources, strict=True):
                     if entry["bytes"]:
-                        source = tensors[entry["name"]].detach().contiguous()
                         target = buckets[entry["bucket"]].address + entry["offset"]
                         self._runtime.copy(target, source.data_ptr(), entry["bytes"])
+                self._runtime.synchronise()
                 identity = self._runtime.identity(self._ordinal)
             except BaseException:
                 self._unused += buckets
@@ -150,7 +161,7 @@ class DeviceIpcTransport:
     # the engine's side
 
     def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
-        """Copies of the tensors, on the CPU.
+        """Copies of the tensors: one copy a bucket, of which they are views.
 
         Raises:
             InputError: this process does not see the device that they lie on.
@@ -158,15 +169,18 @@ class DeviceIpcTransport:
             Interrupted: there is no room to map it.
         """
         with _told("the published weights cannot be opened on the device"):
-            self._runtime.use(self._ordinal_of(handle["device"]))
-            addresses = self._addresses(handle)
-            found = {}
-            for entry in handle["tensors"]:
-                tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-                if entry["bytes"]:
-                    source = addresses[entry["bucket"]] + entry["offset"]
-                    self._runtime.copy(tensor.data_ptr(), source, entry["bytes"])
-                found[entry["name"]] = tensor
+            ordinal = self._ordinal_of(handle["device"])
+            self._runtime.use(ordinal)
+            copies = []
+            for bucket, address in zip(handle["buckets"], self._addresses(handle), strict=True):
+                device = "cpu" if self._to == "cpu" else f"cuda:{ordinal}"  # torch's name of AMD's devices too
+                copies.append(torch.empty(bucket["bytes"], dtype=torch.uint8, device=device))
+                self._runtime.copy(copies[-1].data_ptr(), address, bucket["bytes"])
+            self._runtime.synchronise()
+        found = {}
+        for entry in handle["tensors"]:
+            raw = copies[entry["bucket"]][entry["offset"] : entry["offset"] + entry["bytes"]]
+            found[entry["name"]] = raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return found
 
     def _addresses(self, handle: Handle) -> list[int]:
