@@ -57,6 +57,13 @@ def test_show_prints_every_region_and_case_with_six_points(capsys: Capture):
     assert printed.index("trainer_recompute", first) < printed.index("qk_norm", first)
 
 
+def test_show_of_one_case_speaks_of_that_case_alone(capsys: Capture):
+    code, printed, _ = call(capsys, "show", QUICKSTART, "--case", "trainer_score", "--json")
+    assert code == 0
+    edges = [row for row in lines(printed) if row["event"] == "boundary"]
+    assert edges and all(row["cases"] == ["trainer_score"] for row in edges)
+
+
 def test_show_as_json_has_every_entry_once_and_every_boundary_dtype(capsys: Capture):
     code, printed, _ = call(capsys, "show", QUICKSTART, "--json")
     assert code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def show(pipeline: str, overrides: tuple[str, ...], case: str | None, region: st
     found = read_pipeline_contract(pipeline, overrides)
     rows = table_rows(found, case, region)
     edges = [
-        edge
+        edge if case is None else replace(edge, cases=(case,))
         for edge in boundaries(found)
         if (case is None or case in edge.cases) and (region is None or region in (edge.source, edge.target))
     ]
