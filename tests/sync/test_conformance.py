@@ -79,9 +79,14 @@ def same(found: Tensors, wanted: Tensors) -> bool:
     )
 
 
+SEGMENTS: set[str] = set()
+"""Shared memory of the transports made here; other processes have some of their own."""
+
+
 def left(folder: Path) -> set[str]:
-    """What transports leave on this machine."""
-    segments = {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "fakehip-"))}
+    """What transports of this process leave on this machine."""
+    own = f"fakehip-{os.getpid()}-"
+    segments = {name for name in os.listdir("/dev/shm") if name in SEGMENTS or name.startswith(own)}
     return segments | {str(path) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -110,7 +115,16 @@ def make(name: str, folder: Path, request: pytest.FixtureRequest) -> Transport:
     if name in RUNTIMES:
         request.getfixturevalue("libraries")
         return DeviceIpcTransport(name, RUNTIMES[name](), ordinal=1, bucket_bytes=1500)
-    return make_transport(name, folder)
+    made = make_transport(name, folder)
+    send = made.send
+
+    def noted(tensors: Any) -> Any:
+        handle = send(tensors)
+        SEGMENTS.add(handle.get("segment", ""))
+        return handle
+
+    made.send = noted  # type: ignore[method-assign]
+    return made
 
 
 @pytest.fixture(params=list(TRANSPORTS))

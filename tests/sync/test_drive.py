@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from contextlib import suppress
@@ -12,9 +13,10 @@ from threading import Thread
 import pytest
 
 from tests.sync.virtual import HeldEngine, Journal, Store, digest_of, entries_of, weights_of
+from vime.errors import InvariantViolation
 from vime.sync.coordinator import Coordinator, Deadlines, Publication
 from vime.sync.drive import ChannelClosed, LocalChannel, drive
-from vime.sync.messages import Refused, RolledBack, decode, encode
+from vime.sync.messages import Committed, FrameError, Refused, RolledBack, Staged, decode, encode
 from vime.sync.participant import Participant
 
 
@@ -159,3 +161,81 @@ def test_an_engine_that_goes_after_it_rolled_back_gets_no_requests() -> None:
     coordinator.receive(0.0, "e1", RolledBack(0, 0, None, ""))
     assert coordinator.live == ("e1",)
     assert coordinator.outcome.lost == ("e0",)
+
+
+def test_a_commit_before_the_decision_rolls_back() -> None:
+    """Of an engine that has verified already: the others are not brought to what was never decided."""
+    store, journal = Store(random.Random(0), damage=0.0), Journal()
+    coordinator = Coordinator(["e0", "e1"], journal)
+    publication = published(store, 0)
+    coordinator.publish(0.0, publication)
+    staged = Staged(0, 0, publication.digest, tuple(publication.manifest()))
+    coordinator.receive(0.0, "e0", staged)
+    coordinator.receive(0.0, "e0", Committed(0, 0, publication.digest))
+    coordinator.receive(0.0, "e1", staged)
+    coordinator.receive(0.0, "e1", RolledBack(0, 0, None, ""))
+    coordinator.receive(0.0, "e0", RolledBack(0, 0, 0, publication.digest))
+    assert journal.last is None and not [event for event in journal.events if event[0] == "committed"]
+    outcome = coordinator.outcome
+    assert outcome.rolled_back and outcome.committed == () and outcome.lost == ("e0",)
+    assert outcome.reason == "engine e0 serves version 0 already, before it was decided"
+
+
+@pytest.mark.parametrize(
+    "call", ["stage_weights", "staged_manifest", "commit_weights", "committed", "rollback_weights"]
+)
+@pytest.mark.parametrize("error", [ValueError("odd"), InvariantViolation("odd"), RuntimeError("can't allocate memory")])
+def test_whatever_an_engine_raises_is_a_refusal(call: str, error: Exception) -> None:
+    store, engine = Store(random.Random(0), damage=0.0), HeldEngine("e0")
+
+    def raises(*arguments: object) -> None:
+        raise error
+
+    setattr(engine, call, raises)
+    deadlines = Deadlines(stage=0.2, end=0.2, repeat=0.05)
+    coordinator = Coordinator(["e0", "e1"], Journal(), deadlines)
+    other = HeldEngine("e1")
+    coordinator.publish(time.monotonic(), published(store, 0))
+    channels = {name: LocalChannel(Participant(e, store)) for name, e in (("e0", engine), ("e1", other))}
+    outcome = drive(coordinator, channels)
+    assert (outcome.rolled_back or outcome.lost == ("e0",)) and "e0" not in outcome.committed
+    if call in ("stage_weights", "staged_manifest"):
+        room = "has no room for version 0" if isinstance(error, RuntimeError) else "refuses version 0: "
+        assert room in outcome.reason and str(error) in outcome.reason
+    if outcome.rolled_back:
+        assert other.token() is None
+
+
+@pytest.mark.parametrize(
+    "body", ["3", "null", '"x"', "[]", "[" * 100_000, "{}", '{"kind": "stage"}',
+             '{"kind": "stage", "version": "0", "attempt": 0, "handle": {}}',
+             '{"kind": "stage", "version": 0, "attempt": null, "handle": {}}',
+             '{"kind": "stage", "version": 0, "attempt": true, "handle": {}}'],
+)  # fmt: skip
+def test_a_frame_with_a_right_checksum_and_a_wrong_content(body: str) -> None:
+    content = body.encode()
+    with pytest.raises(FrameError):
+        decode(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+
+def test_a_closed_channel_is_not_looked_at_again() -> None:
+    """It would be readable for ever, and the wait for the others a loop without a pause."""
+    store = Store(random.Random(0), damage=0.0)
+    looked = []
+
+    class Gone(Closed):
+        def receive(self) -> bytes | None:
+            looked.append(1)
+            raise ChannelClosed("process 7 ended with exit code -9")
+
+        def send(self, frame: bytes) -> None:
+            """It is taken."""
+
+    class Slow(Closed):
+        def send(self, frame: bytes) -> None:
+            """And never answered."""
+
+    coordinator = Coordinator(["e0", "e1"], Journal(), Deadlines(stage=0.2, end=0.2, repeat=0.05))
+    coordinator.publish(time.monotonic(), published(store, 0))
+    outcome = drive(coordinator, {"e0": Gone(), "e1": Slow()})
+    assert set(outcome.lost) == {"e0", "e1"} and len(looked) == 1

@@ -269,6 +269,9 @@ class _SyncChannel:
         try:
             while engine._connection.poll():
                 header, arrays = receive(engine._connection)
+                if "sync" not in header or not engine._frames:
+                    said = f"{header['error']}: {header['message']}" if "error" in header else "what nobody asked for"
+                    raise ChannelClosed(f"it answered {said}")
                 engine._frames.popleft()
                 if header["sync"]:
                     return arrays["frame"].tobytes()

@@ -353,7 +353,7 @@ class Coordinator:
             if not sync.decided and not sync.reason:
                 self._roll_back(now, _VIOLATED, f"engine {engine} {reason}")
             raise InvariantViolation(f"engine {engine} {reason}")
-        if peer.step is Step.STAGE and not sync.decided:
+        if peer.step in (Step.STAGE, Step.VERIFIED) and not sync.decided:
             return self._fail(
                 now, engine, _VIOLATED, f"serves version {message.version} already, before it was decided"
             )

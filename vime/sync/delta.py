@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,5 +100,6 @@ class DeltaDiskTransport:
         """Delete the files of which no tensor is needed any more."""
         needed = {place.path for place in self._places.values()}.union(*self._live.values())
         for path in self._written - needed:
-            Path(path).unlink(missing_ok=True)
+            with suppress(OSError):  # gone, or something else now
+                Path(path).unlink()
         self._written &= needed

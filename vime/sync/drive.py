@@ -60,27 +60,37 @@ def drive(
     Raises InvariantViolation if an engine serves other bytes under the version's name; the sync has not ended then,
     and another call goes on with it.
     """
+    here = dict(channels)  # those that are closed leave it: they would be readable for ever
     while coordinator.busy:
-        _send(coordinator, channels, clock)
-        _take(coordinator, channels, clock)
+        _send(coordinator, here, clock)
+        _take(coordinator, here, clock)
         coordinator.tick(clock())
     return coordinator.outcome
 
 
-def _send(coordinator: Coordinator, channels: Mapping[str, Channel], clock: Callable[[], float]) -> None:
+Clock = Callable[[], float]
+
+
+def _lose(coordinator: Coordinator, here: dict[str, Channel], engine: str, clock: Clock, error: ChannelClosed) -> None:
+    del here[engine]
+    coordinator.lose(clock(), engine, str(error))
+
+
+def _send(coordinator: Coordinator, here: dict[str, Channel], clock: Clock) -> None:
     while coordinator.outbox:
         engine, message = coordinator.outbox.pop(0)
         try:
-            channels[engine].send(encode(message))
+            if engine in here:
+                here[engine].send(encode(message))
         except ChannelClosed as error:
-            coordinator.lose(clock(), engine, str(error))
+            _lose(coordinator, here, engine, clock, error)
 
 
-def _take(coordinator: Coordinator, channels: Mapping[str, Channel], clock: Callable[[], float]) -> None:
+def _take(coordinator: Coordinator, here: dict[str, Channel], clock: Clock) -> None:
     """Hand in every answer that is there; wait for one, or for the next moment, if there is none."""
-    waiting = {channel.connection: engine for engine, channel in channels.items() if channel.connection is not None}
-    local = [engine for engine, channel in channels.items() if channel.connection is None]
-    came = sum(_take_from(coordinator, channels[engine], engine, clock) for engine in local)
+    waiting = {channel.connection: engine for engine, channel in here.items() if channel.connection is not None}
+    local = [engine for engine, channel in here.items() if channel.connection is None]
+    came = sum(_take_from(coordinator, here, engine, clock) for engine in local)
     moment = coordinator.next_tick
     if moment is None:
         return
@@ -90,12 +100,12 @@ def _take(coordinator: Coordinator, channels: Mapping[str, Channel], clock: Call
         return
     for connection in wait(list(waiting), timeout):
         engine = waiting[connection]  # type: ignore[index]
-        _take_from(coordinator, channels[engine], engine, clock)
+        _take_from(coordinator, here, engine, clock)
 
 
-def _take_from(coordinator: Coordinator, channel: Channel, engine: str, clock: Callable[[], float]) -> int:
+def _take_from(coordinator: Coordinator, here: dict[str, Channel], engine: str, clock: Clock) -> int:
     """Hand in what an engine has answered; how many frames there were."""
-    count = 0
+    count, channel = 0, here[engine]
     try:
         while (frame := channel.receive()) is not None:
             count += 1
@@ -105,5 +115,5 @@ def _take_from(coordinator: Coordinator, channel: Channel, engine: str, clock: C
                 continue  # as if it had been lost: what was asked is asked again
             coordinator.receive(clock(), engine, message)
     except ChannelClosed as error:
-        coordinator.lose(clock(), engine, str(error))
+        _lose(coordinator, here, engine, clock, error)
     return count

@@ -121,13 +121,15 @@ def decode(frame: bytes) -> Message:
         raise FrameError(f"a message of {len(frame)} bytes was cut off or changed on its way")
     try:
         data = json.loads(body)
+        if not isinstance(data, dict) or not all(type(data.get(key)) is int for key in ("version", "attempt")):
+            raise ValueError("it names no version and attempt")
         kind = _KINDS[data.pop("kind")]
         if set(data) != {field.name for field in fields(kind)}:
             raise KeyError(f"{kind.kind} has the fields {sorted(data)}")
         if kind is Staged:
             data["manifest"] = tuple(TensorEntry.from_json(entry) for entry in data["manifest"])
         return kind(**data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FrameError(f"a message of another version of vime: {error}") from error
 
 

@@ -52,7 +52,18 @@ class Participant:
         self._rolled_back = False
 
     def answer(self, message: Message) -> Message | None:
-        """What is to be said to a message; None where there is nothing to say."""
+        """What is to be said to a message; None where there is nothing to say.
+
+        Whatever an engine or a transport raises is a refusal. Raises InvariantViolation for what only engines send.
+        """
+        if not isinstance(message, Stage | Commit | Rollback):
+            raise InvariantViolation(f"an engine was sent {message.kind!r}, which only engines send")
+        try:
+            return self._answer(message)
+        except Exception as error:
+            return _refusal(message, error)
+
+    def _answer(self, message: Stage | Commit | Rollback) -> Message | None:
         if message.attempt < self._attempt:
             return None
         if message.attempt > self._attempt:
@@ -62,11 +73,9 @@ class Participant:
             return self._stage(message)
         if isinstance(message, Commit):
             return self._commit(message)
-        if isinstance(message, Rollback):
-            self._forget()
-            self._rolled_back = True
-            return self._serves_on(message)
-        raise InvariantViolation(f"an engine was sent {message.kind!r}, which only engines send")
+        self._forget()
+        self._rolled_back = True
+        return self._serves_on(message)
 
     def _forget(self) -> None:
         """Nothing is staged from now on."""
@@ -90,11 +99,12 @@ class Participant:
             return Committed(message.version, message.attempt, served.digest)
         try:
             digest = self._receive(message)
-        except (VimeError, RlkernelError, OSError, MemoryError) as error:
+            staged = Staged(message.version, message.attempt, digest, tuple(self._engine.staged_manifest()))
+        except Exception as error:
             self._engine.rollback_weights()
             return _refusal(message, error)
-        self._staged = Staged(message.version, message.attempt, digest, tuple(self._engine.staged_manifest()))
-        return self._staged
+        self._staged = staged
+        return staged
 
     def _receive(self, message: Stage) -> str:
         tensors: Any = self._transport.receive(message.handle)  # type: ignore[arg-type]
@@ -112,19 +122,22 @@ class Participant:
             return NothingStaged(message.version, message.attempt)
         try:
             self._engine.commit_weights(message.version, message.digest)
-        except VimeError as error:
+        except Exception as error:
             self._forget()
             return _refusal(message, error)
         self._staged = None
         served = self._engine.committed()
-        assert served is not None
+        if served is None:
+            raise InvariantViolation("nothing is served after a commit")
         return Committed(served.version, message.attempt, served.digest)
 
 
 def _refusal(message: Message, error: Exception) -> Refused:
     """A lack of memory or room is one to resume after; what is no error of vime is named."""
-    if isinstance(error, (OSError, MemoryError)):
+    if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):  # torch's is a RuntimeError
         reason = f"has no room for version {message.version}: {str(error) or type(error).__name__}"
         return Refused(message.version, message.attempt, message.kind, Interrupted.__name__, reason)
+    known = isinstance(error, VimeError | RlkernelError)
     name = type(error).__name__ if isinstance(error, VimeError) else InvariantViolation.__name__
-    return Refused(message.version, message.attempt, message.kind, name, f"refuses version {message.version}: {error}")
+    said = str(error) if known else f"{type(error).__name__}: {error}"
+    return Refused(message.version, message.attempt, message.kind, name, f"refuses version {message.version}: {said}")

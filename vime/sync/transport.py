@@ -182,6 +182,12 @@ class SharedMemoryTransport:
             self.release({"segment": name})
 
 
+def _delete(path: str) -> None:
+    """Delete a file that was written here; what somebody put into its place stays."""
+    with suppress(OSError):
+        Path(path).unlink()
+
+
 def write_tensors(folder: Path, tensors: Tensors) -> str:
     """Write tensors into a new safetensors file of a folder; its path. Raises Interrupted where there is no room."""
     path = None
@@ -193,7 +199,7 @@ def write_tensors(folder: Path, tensors: Tensors) -> str:
         save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
     except (OSError, SafetensorError) as error:
         if path is not None:
-            Path(path).unlink(missing_ok=True)
+            _delete(path)
         raise Interrupted(
             f"the weights cannot be written to {path or folder} ({error}): make room, then resume"
         ) from error
@@ -225,7 +231,7 @@ class DiskTransport:
 
     def release(self, handle: Handle) -> None:
         self._sent.discard(handle["path"])
-        Path(handle["path"]).unlink(missing_ok=True)
+        _delete(handle["path"])
 
     def close(self) -> None:
         for path in list(self._sent):
