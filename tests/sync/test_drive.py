@@ -181,9 +181,7 @@ def test_a_commit_before_the_decision_rolls_back() -> None:
     assert outcome.reason == "engine e0 serves version 0 already, before it was decided"
 
 
-@pytest.mark.parametrize(
-    "call", ["stage_weights", "staged_manifest", "commit_weights", "committed", "rollback_weights"]
-)
+@pytest.mark.parametrize("call", ["stage_weights", "staged_manifest", "commit_weights", "committed"])
 @pytest.mark.parametrize("error", [ValueError("odd"), InvariantViolation("odd"), RuntimeError("can't allocate memory")])
 def test_whatever_an_engine_raises_is_a_refusal(call: str, error: Exception) -> None:
     store, engine = Store(random.Random(0), damage=0.0), HeldEngine("e0")

@@ -4,6 +4,7 @@ was lost catches up."""
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ import pytest
 
 from tests.sync.processes import COMMIT_FAULTS, STAGE_FAULTS, LossyChannel, planned_engine, write_plan
 from tests.sync.virtual import Journal, digest_of, entries_of, weights_of
+from vime.errors import Interrupted
 from vime.runtime.process import ProcessEngine
 from vime.sync.coordinator import Coordinator, Deadlines, Outcome, Publication
 from vime.sync.drive import Channel, drive
@@ -176,6 +178,30 @@ def test_no_engine_serves_what_was_not_decided(cluster: Cluster, seed: int) -> N
     cluster.catch_up([*gone, *stopped], random.Random(-seed))
     for name in NAMES:
         assert cluster.served(name) == cluster.journal.last, (name, outcome)
+
+
+def test_an_engine_that_does_not_read_is_ended_by_the_deadline(cluster: Cluster) -> None:
+    """Also where what it is sent does not fit into the pipe, and again and again."""
+    cluster.catch_up([], random.Random(0))
+    stopped = cluster.engines["e1"]
+    before = cluster.journal.last
+    tell(stopped, signal.SIGSTOP)
+    for _ in range(3):
+        version = cluster.journal.last[0] + 1 if cluster.journal.last is not None else 0
+        publication = cluster.publication(version)
+        large = {**publication.handle, "filling": "x" * 1_000_000}
+        coordinator = cluster.coordinator(DEADLINES)
+        started = time.monotonic()
+        coordinator.publish(started, dataclasses.replace(publication, handle=large))
+        outcome = drive(coordinator, {name: engine.channel() for name, engine in cluster.engines.items()})
+        assert time.monotonic() - started < DEADLINES.stage + DEADLINES.end + SLACK_S
+        cluster.transport.release(publication.handle)  # type: ignore[arg-type]
+        assert outcome.rolled_back and outcome.lost == ("e1",) and cluster.journal.last == before
+    with pytest.raises(Interrupted, match="engine e1 does not read what it is sent"):
+        stopped.committed()
+    tell(stopped, signal.SIGCONT)
+    cluster.catch_up(["e1"], random.Random(1))
+    assert {cluster.served(name) for name in NAMES} == {before}
 
 
 def test_every_kind_of_fault_and_of_end_was_met(cluster: Cluster) -> None:

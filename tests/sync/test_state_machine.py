@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -128,14 +131,39 @@ Syncs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, dea
 TestSyncs = Syncs.TestCase
 
 
-def test_the_search_finds_an_engine_that_does_not_look_at_what_it_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_an_engine_that_serves_what_it_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = HeldEngine.stage_weights
+
+    def stage(self: HeldEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        digest = whole(self, version, tensors)
+        self.slots._served = self.slots._staged
+        return digest
+
+    monkeypatch.setattr(HeldEngine, "stage_weights", stage)
+    search = settings(max_examples=500, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Syncs, settings=search)
+
+
+def test_the_invariant_finds_an_engine_that_labels_what_it_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It commits without a look at the bytes, and says of them afterwards what it was told: only its tokens tell."""
+
     def commit(self: HeldEngine, version: int, digest: str) -> CommittedVersion:
         staged = self.slots._staged
         assert staged is not None
         self.slots.commit(staged)
+        self.label = CommittedVersion(version, digest)  # type: ignore[attr-defined]
         return CommittedVersion(version, digest)
 
     monkeypatch.setattr(HeldEngine, "commit_weights", commit)
-    search = settings(max_examples=2000, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
+    monkeypatch.setattr(HeldEngine, "committed", lambda self: getattr(self, "label", None))
+    machine = Syncs()
+    machine.begin(engines=1)
+    machine.publish()
+    machine.deliver(0, keep=False)  # it stages
+    machine.staged_bytes_change(0)
+    machine.deliver(0, keep=False)  # the digest of before is the published one: decided
+    machine.tokens_are_what_they_say()
+    machine.deliver(0, keep=False)  # it commits
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Syncs, settings=search)
+        machine.tokens_are_what_they_say()

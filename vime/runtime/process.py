@@ -6,8 +6,10 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from vime.sync.transports import make_transport
 from vime.train.interface import ScoredSample, TrainSample
 from vime.types import GeneratedSample, RolloutRequest
 
+_TAKEN_WITHIN_S = 0.05
 EngineFactory = Callable[[Mapping[str, Any]], Any]
 _ERRORS: dict[str, type[VimeError]] = {**ERRORS, NumericsError.__name__: InvariantViolation}
 
@@ -139,6 +142,8 @@ class ProcessEngine:
         """An answer is due. It stays due when an exception (a signal, say) leaves a call half way."""
         self._frames: deque[bytes] = deque()
         """Frames of a sync that are not answered yet, in the order in which the answers will come."""
+        self._sending: Thread | None = None
+        """Puts the last frame into the pipe, which takes it at once unless the child does not read."""
         self._receive()
 
     @property
@@ -179,6 +184,8 @@ class ProcessEngine:
             raise Interrupted(f"engine {self._id} is gone; resume the run")
         if self._busy:
             raise Interrupted(f"engine {self._id} is still at work on what was given up; resume the run")
+        if self._sending is not None and self._sending.is_alive():
+            raise Interrupted(f"engine {self._id} does not read what it is sent; resume the run")
         self._busy = True
         try:
             send(self._connection, header)
@@ -239,8 +246,8 @@ class ProcessEngine:
 class _SyncChannel:
     """The messages of a sync over an engine's pipe.
 
-    The pipe loses nothing: a frame that is not answered yet is not sent again, so that an engine that takes long, or
-    has stopped, never fills it. What a call before left behind is no answer to a sync.
+    The pipe loses nothing: a frame that is not answered yet is not sent again, so that an engine that takes long is not
+    asked many times. One that does not read fills the pipe; then nothing more is sent, and its deadline ends the sync.
     """
 
     def __init__(self, engine: ProcessEngine) -> None:
@@ -256,13 +263,17 @@ class _SyncChannel:
             raise ChannelClosed("it is gone")
         if engine._busy:
             raise ChannelClosed("it is still at work on what was given up")
-        if frame in engine._frames:
-            return
-        try:
-            send(engine._connection, {"call": "sync"}, {"frame": np.frombuffer(frame, np.uint8)})
-        except ConnectionError as error:
-            raise ChannelClosed(f"process {engine.pid} ended with exit code {engine._end()}") from error
+        if frame in engine._frames or (engine._sending is not None and engine._sending.is_alive()):
+            return  # asked again later
         engine._frames.append(frame)
+        # a thread, because a full pipe takes nothing while the child does not read: the deadlines are the caller's
+        engine._sending = Thread(target=self._put, args=(frame,), daemon=True)
+        engine._sending.start()
+        engine._sending.join(_TAKEN_WITHIN_S)
+
+    def _put(self, frame: bytes) -> None:
+        with suppress(OSError):  # who reads next sees that the child is gone
+            send(self._engine._connection, {"call": "sync"}, {"frame": np.frombuffer(frame, np.uint8)})
 
     def receive(self) -> bytes | None:
         engine = self._engine

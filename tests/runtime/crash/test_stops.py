@@ -140,7 +140,7 @@ def threaded() -> Iterator[tuple[ProcessEngine, Endless]]:
     engine._connection, served = multiprocessing.Pipe()
     engine._process = SimpleNamespace(join=lambda timeout: None, pid=7, exitcode=-9)  # type: ignore[assignment]
     engine._id, engine._deadline, engine._busy, engine._gone = "endless", 5.0, False, False
-    engine._frames = deque()
+    engine._frames, engine._sending = deque(), None
 
     participant = Participant(native, make_transport("memory", Path("unused")))  # type: ignore[arg-type]
 
