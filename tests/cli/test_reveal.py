@@ -109,3 +109,12 @@ def test_bad_input_is_one_sentence_and_code_2(arguments: tuple[str, ...], messag
     assert call(*arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_function_that_exits_is_not_revealed(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "exits.py").write_text("import sys\ndef f(x): sys.exit(0)\n")
+    assert invoke(["reveal", f"{tmp_path}/exits.py:f", "--n", "8"]) == 2
+    assert "exits.py:f raised SystemExit: 0" in capsys.readouterr().err
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    assert invoke(["reveal", f"{tmp_path}/leaves.py:f", "--n", "8"]) == 2
+    assert "leaves.py raised SystemExit: 0" in capsys.readouterr().err

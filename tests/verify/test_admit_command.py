@@ -294,6 +294,7 @@ def test_a_kernel_that_harms_its_caller_is_refused_though_its_bits_are_right(
         (["add", "--region", "rope"], "names no function"),
         (["{own}:add", "--region", "residual_add", "--profile", "volta"], "profile 'volta' is unknown"),
         (["{own}:add", "--region", "residual_add", "--device", "meta"], "there is no device 'meta' here"),
+        (["{own}:add", "--region", "residual_add", "--device", "tpu"], "there is no device 'tpu' here"),
         (["{own}:add", "--region", "rope", "--takes", "numpy", "--device", "cuda"], "the function runs on the CPU"),
         (["{own}:add", "--region", "rope", "--all"], "--all admits this package's own kernels"),
     ],

@@ -158,7 +158,10 @@ def torch_toolchain(device: str) -> tuple[tuple[str, str], ...]:
 
 def device_target(device: str) -> str:
     """The target of a torch device: ``cpu``, ``sm_90``, ``gfx942``. Raises ContractError for one that is not here."""
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:  # torch knows no such name
+        kind = "unknown"
     if kind == "cpu":
         return "cpu"
     if kind != "cuda" or not torch.cuda.is_available():

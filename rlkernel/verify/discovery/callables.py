@@ -113,7 +113,9 @@ def _import(place: str) -> Any:
         return importlib.import_module(place)
     except ImportError as error:
         raise ContractError(f"the module {place!r} cannot be imported: {error}") from error
-    except Exception as error:  # a user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too
         raise ContractError(f"importing {place} raised {type(error).__name__}: {error}") from error
 
 
@@ -125,6 +127,8 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too
         raise ContractError(f"importing {full} raised {type(error).__name__}: {error}") from error
     return module

@@ -74,7 +74,9 @@ class Target:
         try:
             call = self.displaced if displaced and self.displaced is not None else self.call
             result = np.asarray(call(trial.a, trial.b))
-        except Exception as error:  # a user's function may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may raise anything, SystemExit too
             raise ContractError(f"{self.name} raised {type(error).__name__}: {error}") from error
         if result.size != self.rows * self.columns:
             raise ContractError(
