@@ -204,6 +204,15 @@ def test_an_engine_that_does_not_read_is_ended_by_the_deadline(cluster: Cluster)
     assert {cluster.served(name) for name in NAMES} == {before}
 
 
+def test_an_engine_that_does_not_read_can_be_closed(cluster: Cluster) -> None:
+    engine = cluster._start("e3")
+    tell(engine, signal.SIGSTOP)
+    engine.channel().send(b"x" * 1_000_000)
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < SLACK_S and not runs(engine)
+
+
 def test_every_kind_of_fault_and_of_end_was_met(cluster: Cluster) -> None:
     """Of all schedules above together."""
     if cluster.schedules < SCHEDULES:

@@ -110,7 +110,8 @@ def load_function(
         raise FunctionProblem(f"{name!r} is a {type(function).__name__}, not a function {signature}")
     if inspect.iscoroutinefunction(function):
         raise FunctionProblem(f"{name!r} is an async function; a {signature.kind} is a plain function {signature}")
-    problems = list(_signature_problems(name, function, parameters, signature))
+    bound: dict[str, Any] = {}
+    problems = list(_signature_problems(name, function, parameters, signature, bound))
     if problems:
         raise ExceptionGroup(f"what does not fit of {name!r}", problems)
     file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
@@ -118,7 +119,7 @@ def load_function(
     if file is None or not Path(file).is_file():
         raise FunctionProblem(f"{name!r} has no source file; its digest is part of the run's identity")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return UserFunction(name, functools.partial(function, **_bound(function, parameters)), file, digest)
+    return UserFunction(name, functools.partial(function, **bound), file, digest)
 
 
 def raised_in(error: BaseException, function: Callable[..., Any]) -> str:
@@ -215,9 +216,12 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _signature_problems(
-    name: str, function: Any, parameters: Mapping[str, Any], expected: Signature
+    name: str, function: Any, parameters: Mapping[str, Any], expected: Signature, bound: dict[str, Any]
 ) -> Iterator[FunctionProblem]:
-    """Everything that does not fit. Raises FunctionProblem where nothing can be compared."""
+    """Everything that does not fit; ``bound`` gets the parameters as the function declares them.
+
+    Raises FunctionProblem where nothing can be compared.
+    """
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -241,11 +245,15 @@ def _signature_problems(
     if "return" in hints and not any(accepts(kind, hints["return"]) for kind in expected.returns):
         got = type_name(hints["return"])
         yield FunctionProblem(f"{name!r} declares that it returns {got}; {type_name(expected.returns[0])} is needed")
-    yield from _parameter_problems(name, items[len(wanted) :], parameters, hints)
+    yield from _parameter_problems(name, items[len(wanted) :], parameters, hints, bound)
 
 
 def _parameter_problems(
-    name: str, items: list[inspect.Parameter], parameters: Mapping[str, Any], hints: Mapping[str, Any]
+    name: str,
+    items: list[inspect.Parameter],
+    parameters: Mapping[str, Any],
+    hints: Mapping[str, Any],
+    bound: dict[str, Any],
 ) -> Iterator[FunctionProblem]:
     free = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items)
     bindable = {
@@ -254,8 +262,9 @@ def _parameter_problems(
         if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
     for key, value in parameters.items():
+        bound[key] = value
         if key in bindable:
-            wrong = _fitted(value, hints[key], key)[1] if key in hints else None
+            bound[key], wrong = _fitted(value, hints[key], key) if key in hints else (value, None)
             if wrong is not None:
                 yield FunctionProblem(wrong, parameter=key)
         elif not free:
@@ -264,12 +273,6 @@ def _parameter_problems(
     for key, item in bindable.items():
         if item.default is inspect.Parameter.empty and key not in parameters:
             yield FunctionProblem(f"{name!r} needs the parameter {key!r}, which has no default")
-
-
-def _bound(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as the function declares them."""
-    hints = typing.get_type_hints(function)
-    return {key: _fitted(value, hints[key], key)[0] if key in hints else value for key, value in parameters.items()}
 
 
 def _fitted(value: Any, declared: Any, key: str) -> tuple[Any, str | None]:

@@ -173,6 +173,11 @@ class ProcessEngine:
             raise _ERRORS.get(header["error"], InputError)(f"engine {self._id}: {header['message']}")
         return header, arrays
 
+    @property
+    def _does_not_read(self) -> bool:
+        """A frame is still on its way into a full pipe: nothing else may be sent."""
+        return self._sending is not None and self._sending.is_alive()
+
     def _end(self) -> int | None:
         """The exit code of the child, which has ended."""
         self._gone = True
@@ -184,7 +189,7 @@ class ProcessEngine:
             raise Interrupted(f"engine {self._id} is gone; resume the run")
         if self._busy:
             raise Interrupted(f"engine {self._id} is still at work on what was given up; resume the run")
-        if self._sending is not None and self._sending.is_alive():
+        if self._does_not_read:
             raise Interrupted(f"engine {self._id} does not read what it is sent; resume the run")
         self._busy = True
         try:
@@ -233,7 +238,9 @@ class ProcessEngine:
     def close(self) -> None:
         if self._process.is_alive():
             try:
-                if self._busy:
+                if self._does_not_read:
+                    self._process.kill()  # it may be stopped, and would not end of itself
+                elif self._busy:
                     self._process.terminate()
                 else:
                     send(self._connection, {"call": "close"})
@@ -263,7 +270,7 @@ class _SyncChannel:
             raise ChannelClosed("it is gone")
         if engine._busy:
             raise ChannelClosed("it is still at work on what was given up")
-        if frame in engine._frames or (engine._sending is not None and engine._sending.is_alive()):
+        if frame in engine._frames or engine._does_not_read:
             return  # asked again later
         engine._frames.append(frame)
         # a thread, because a full pipe takes nothing while the child does not read: the deadlines are the caller's

@@ -15,7 +15,7 @@ import torch
 
 from rlkernel.errors import DeviceError
 from vime.errors import InputError, Interrupted, InvariantViolation
-from vime.sync.transport import DTYPES, Handle, Tensors, layout
+from vime.sync.transport import ALIGNMENT, DTYPES, Handle, Tensors, layout
 
 BUCKET_BYTES = 256 << 20
 
@@ -64,7 +64,7 @@ def _pack(tensors: Tensors, bucket_bytes: int) -> _Packing:
     packing = _Packing()
     placed, _ = layout(tensors)
     for entry in placed:
-        room = -(-entry["bytes"] // 64) * 64
+        room = -(-entry["bytes"] // ALIGNMENT) * ALIGNMENT
         if not packing.sizes or (packing.sizes[-1] and packing.sizes[-1] + room > bucket_bytes):
             packing.sizes.append(0)
         packing.entries.append({**entry, "bucket": len(packing.sizes) - 1, "offset": packing.sizes[-1]})

@@ -134,7 +134,8 @@ class Participant:
 
 def _refusal(message: Message, error: Exception) -> Refused:
     """A lack of memory or room is one to resume after; what is no error of vime is named."""
-    if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):  # torch's is a RuntimeError
+    torch_has_none = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    if isinstance(error, (OSError, MemoryError)) or torch_has_none:
         reason = f"has no room for version {message.version}: {str(error) or type(error).__name__}"
         return Refused(message.version, message.attempt, message.kind, Interrupted.__name__, reason)
     known = isinstance(error, VimeError | RlkernelError)

@@ -26,7 +26,7 @@ from vime.errors import InputError, Interrupted, InvariantViolation
 Handle = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 class Transport(Protocol):
@@ -69,7 +69,7 @@ def layout(tensors: Tensors) -> tuple[list[dict[str, Any]], int]:
             raise InputError(f"{name} is {tensor.dtype}; weights travel as {' or '.join(DTYPES)}")
         size = tensor.numel() * tensor.element_size()
         entries.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset, "bytes": size})
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
     return entries, offset
 
 
