@@ -127,9 +127,9 @@ class CheckpointStore:
         return steps
 
 
-def kept_checkpoints(announced: Sequence[CheckpointWritten]) -> int:
-    """How many checkpoints stay, as the last announcement says."""
-    return int(announced[-1].observed.get("keep", 1))
+def kept_checkpoints(announced: Sequence[CheckpointWritten]) -> Sequence[CheckpointWritten]:
+    """Those that stay: the last ones, as many as the last announcement says."""
+    return announced[-int(announced[-1].observed.get("keep", 1)) :] if announced else ()
 
 
 def _manifest_text(step: int, head: Head, files: Mapping[str, str], sizes: Mapping[str, int]) -> str:

@@ -162,7 +162,7 @@ class RunDirectory:
         arrays.remove_orphans(announced)
         # a crash can bring one back that was deleted when later ones were written; it stays if the run goes on from it
         written = [event for event in events if isinstance(event, CheckpointWritten)]
-        kept = {event.step for event in written[-kept_checkpoints(written) :]} if written else set()
+        kept = {event.step for event in kept_checkpoints(written)}
         checkpoints.remove_orphans({*kept, timeline.resumption.checkpoint_step})
         rebuild_steps(content.records, path / STEPS_NAME)
         rebuild_provenance(content.records, path / PROVENANCE_NAME)

@@ -85,7 +85,7 @@ def verify_run(run: Path) -> Verification:
         for step in sorted(stored.arrays - set(announced)):
             problems.append(f"step {step}: arrays are stored that no event announced")
         named = [event for event in events if isinstance(event, CheckpointWritten)]
-        kept = {event.step for event in (named[-kept_checkpoints(named) :] if named else ())}
+        kept = {event.step for event in kept_checkpoints(named)}
         for step in sorted(stored.checkpoints - kept):
             known = any(event.step == step for event in named)
             why = "was deleted when later ones were written" if known else "no event announced"
@@ -106,7 +106,7 @@ def _checkpoints(view: RunView, problems: list[str]) -> int:
     announced = [(r, r.event) for r in view.records if isinstance(r.event, CheckpointWritten)]
     if not announced:
         return 0
-    keep = kept_checkpoints([event for _, event in announced])
+    keep = len(kept_checkpoints([event for _, event in announced]))
     store = CheckpointStore(view.path / CHECKPOINTS_NAME, view.path, keep)
     verified = 0
     for record, event in announced[-keep:]:

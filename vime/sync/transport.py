@@ -188,6 +188,19 @@ def _delete(path: str) -> None:
         Path(path).unlink()
 
 
+def _apart(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU; of those that share memory, which the file format refuses, all but one as copies."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        found[name] = tensor.detach().cpu().contiguous()
+        storage = found[name].untyped_storage().data_ptr()
+        if storage in seen:
+            found[name] = found[name].clone()
+        seen.add(storage)
+    return found
+
+
 def write_tensors(folder: Path, tensors: Tensors) -> str:
     """Write tensors into a new safetensors file of a folder; its path. Raises Interrupted where there is no room."""
     path = None
@@ -195,8 +208,7 @@ def write_tensors(folder: Path, tensors: Tensors) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=folder)
         os.close(descriptor)
-        # copies: two names may share memory, which the format refuses
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+        save_file(_apart(tensors), path)
     except (OSError, SafetensorError) as error:
         if path is not None:
             _delete(path)
