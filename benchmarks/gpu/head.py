@@ -17,8 +17,8 @@ import platform
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import triton
 
 from benchmarks.gpu.head_bits import _keys, device_keys, outputs, vendor
 from rlkernel.kernels.triton.launch_digest import tensor_digest
-from rlkernel.kernels.triton.launch_logprob import Gemm, HeadTile, LeafTile, linear_logprob
+from rlkernel.kernels.triton.launch_logprob import Gemm, HeadTile, KeptLogits, LeafTile, linear_logprob
 from rlkernel.kernels.triton.launch_logprob_backward import BackwardTuning, linear_logprob_backward
 from rlkernel.kernels.triton.launch_logprob_hopper import HopperHeadTile
 from rlkernel.kernels.triton.launch_sampling import row_statistics, sample
@@ -90,21 +90,74 @@ class Head:
     def ours(self, **tuning: Any) -> Callable[[], Any]:
         return lambda: linear_logprob(self.x, self.w, self.targets, 1.0, 1, "matrix", **tuning)
 
-    def gradient(self, gemm: Gemm, grad: Tensor, fresh: bool, chunk: int) -> Callable[[], Tensor]:
-        found, tuning = self.ours(gemm=gemm)(), BackwardTuning(chunk=chunk)
+    def gradient(self, arm: Arm, grad: Tensor) -> Callable[[], Tensor]:
+        """The backward alone, after a forward of the same arm."""
+        kept = KeptLogits(arm.kept)
+        found = self.ours(gemm=arm.forward, keep=kept)()
+        return lambda: self._backward(arm, found, kept, grad)
+
+    def both(self, arm: Arm, grad: Tensor) -> Callable[[], Tensor]:
+        """Forward and backward in turn."""
 
         def run() -> Tensor:
-            return linear_logprob_backward(
-                self.x, self.w, found, self.targets, self.coefficient, 1.0, 1, grad, "matrix",
-                gemm=gemm, fresh=fresh, tuning=tuning,
-            )  # fmt: skip
+            kept = KeptLogits(arm.kept)
+            return self._backward(arm, self.ours(gemm=arm.forward, keep=kept)(), kept, grad)
 
         return run
 
+    def _backward(self, arm: Arm, found: Any, kept: KeptLogits, grad: Tensor) -> Tensor:
+        tuning = BackwardTuning(chunk=arm.chunk, vendor_products=arm.vendor_products)
+        return linear_logprob_backward(
+            self.x, self.w, found, self.targets, self.coefficient, 1.0, 1, grad, "matrix",
+            gemm=arm.backward, fresh=arm.fresh, kept=kept, tuning=tuning,
+        )  # fmt: skip
 
-def _in_turn(*functions: Callable[[], object]) -> None:
-    for function in functions:
-        function()
+
+@dataclass(frozen=True)
+class Arm:
+    """Kernels of a forward with its backward; ``kept``: columns of logits that stay in memory between the two."""
+
+    forward: Gemm
+    backward: Gemm
+    kept: int = 0
+    vendor_products: bool = False
+    fresh: bool = True
+    chunk: int = 16896
+
+    def __str__(self) -> str:
+        return (
+            f"{self.forward} forward, {self.backward} backward, {self.kept} columns kept"
+            f"{', chains from +0 by the vendor' if self.vendor_products else ''}"
+            f", chains {'from +0' if self.fresh else 'continued'}, chunk {self.chunk}"
+        )
+
+
+ARMS = (
+    Arm("hopper", "hopper"),
+    Arm("hopper", "hopper", fresh=False),
+    Arm("vendor", "hopper"),
+    Arm("vendor", "hopper", vendor_products=True),
+    Arm("vendor", "hopper", 33664),
+    Arm("vendor", "hopper", 33664, vendor_products=True),
+    Arm("vendor", "hopper", 33664, fresh=False),
+    Arm("vendor", "vendor"),
+    Arm("vendor", "hopper", 50560, vendor_products=True, chunk=8448),
+)
+
+
+def in_turn(functions: Mapping[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
+    """Medians in ms over rounds in which every function runs once: all of them under the same clocks."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 1):
+        for name, function in functions.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            if turn:
+                times[name].append(begin.elapsed_time(end))
+    return {name: round(statistics.median(values), 4) for name, values in times.items()}
 
 
 def forward(head: Head, record: Record, gemms: list[Gemm], sweep: bool) -> None:
@@ -141,32 +194,36 @@ def _hopper_tiles() -> list[HopperHeadTile]:
     return [HopperHeadTile(group_m=g, stages=s) for g, s in ((16, 5), (32, 5), (4, 5), (8, 4))]
 
 
-def backward(head: Head, record: Record, gemms: list[Gemm], sweep: bool) -> None:
-    for name, widened in (("naive, float32 softmax", True), ("naive, bfloat16 softmax", False)):
-        record[name] = {"forward and backward ms": milliseconds(head.naive(widened, True), 5, 1)}
-        torch.cuda.empty_cache()
+def _integers(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+NAIVE = {"naive, float32 softmax": True, "naive, bfloat16 softmax": False}
+
+
+def backward(head: Head, record: Record) -> None:
+    """Forward and backward of every arm and of the naive paths, in turn; the bits of all arms; memory."""
     grad = torch.zeros((VOCABULARY, HIDDEN), dtype=torch.float32, device=DEVICE)
-    results: dict[str, tuple[Tensor, Tensor]] = {}
-    for gemm in (name for name in gemms if name != "triton"):
-        for chunk in (16896, 8448, 33792) if sweep else (16896,):
-            for fresh in (True, False):
-                run = head.gradient(gemm, grad, fresh, chunk)
-                dx = run()
-                if fresh and chunk == 16896:
-                    results[gemm] = (dx, grad[::64].clone())
-                both = partial(_in_turn, head.ours(gemm=gemm), run)
-                time, whole = milliseconds(run, 5, 1), milliseconds(both, 5, 1)
-                item: Record = {"ms": time, "forward and backward ms": whole, "extra_gb": extra_gigabytes(run)}
-                item["limit"] = round(4 * 2 * ROWS * HIDDEN * VOCABULARY / FLOPS / whole * 1e3, 3)
-                for peer in ("naive, float32 softmax", "naive, bfloat16 softmax"):
-                    item[f"ratio to {peer}"] = round(whole / record[peer]["forward and backward ms"], 3)
-                record[f"{gemm}, chunk {chunk}, {'from +0' if fresh else 'continued'}"] = item
-    if len(results) == 2:
-        names = ("dx", "every 64th row of grad_w")
-        record["hopper against vendor"] = {
-            name: {"compared": a.numel(), "differing": int((a != b).sum())}
-            for name, a, b in zip(names, results["hopper"], results["vendor"], strict=True)
-        }
+    both = {str(arm): head.both(arm, grad) for arm in ARMS}
+    peers = {name: head.naive(widened, True) for name, widened in NAIVE.items()}
+    times = in_turn({**peers, **both})
+    alone = in_turn({str(arm): head.gradient(arm, grad) for arm in ARMS[:4]}, 5)
+    base: tuple[Tensor, Tensor] | None = None
+    for name, peer in peers.items():
+        record[name] = {"forward and backward ms": times[name], "extra_gb": extra_gigabytes(peer)}
+    for arm in ARMS:
+        run, name = both[str(arm)], str(arm)
+        item: Record = {"forward and backward ms": times[name], "extra_gb": extra_gigabytes(run)}
+        item["limit"] = round(3 * 2 * ROWS * HIDDEN * VOCABULARY / FLOPS / times[name] * 1e3, 3)
+        item |= {f"ratio to {peer}": round(times[name] / times[peer], 3) for peer in peers}
+        if name in alone:
+            item["backward ms"] = alone[name]
+        if arm.fresh:
+            found = (run(), grad[::64].clone())
+            base = base or found
+            item["compared"] = sum(part.numel() for part in found)
+            item["differing"] = sum(int((_integers(a) != _integers(b)).sum()) for a, b in zip(found, base, strict=True))
+        record[name] = item
 
 
 def _decode(rows: int) -> Record:
@@ -232,7 +289,11 @@ def main() -> int:
         record = result.setdefault(name, {})
         try:
             if name in ("forward", "backward"):
-                (forward if name == "forward" else backward)(head, record, arguments.gemm, arguments.sweep)  # type: ignore[arg-type]
+                assert head is not None
+                if name == "forward":
+                    forward(head, record, arguments.gemm, arguments.sweep)
+                else:
+                    backward(head, record)
             elif name == "decode":
                 head = None
                 decode(record, arguments.sweep)

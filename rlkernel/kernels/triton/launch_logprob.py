@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -88,6 +88,23 @@ FMA_TILE = Tile(64, 64, 32, 8, 4, 2)
 
 CHUNK = 8448
 """Columns of logits that the vendor's GEMM writes at a time: 33 tiles of 256, 8 waves of 132 multiprocessors."""
+
+
+@dataclass
+class KeptLogits:
+    """Logits that a forward leaves in memory so that its backward need not compute them again.
+
+    ``columns``: how many of the vocabulary, from its end, in whole pieces of the forward's ``chunk``; R * columns * 4
+    bytes. ``pieces``: {(first, last): float32 [R, last - first]}, filled by the forward.
+    """
+
+    columns: int
+    pieces: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def covers(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The pieces that make up the columns [first, last), in order, or none where one is missing."""
+        inside = sorted(border for border in self.pieces if first <= border[0] and border[1] <= last)
+        return inside if sum(end - begin for begin, end in inside) == last - first else []
 
 
 class Partials:
@@ -212,6 +229,7 @@ def linear_logprob(
     merge_tile: MergeTile | None = None,
     product_tile: Tile | None = None,
     chunk: int = CHUNK,
+    keep: KeptLogits | None = None,
 ) -> DeviceRowStatistics:
     """Statistics of logits ``div(chain over H (x, w), temperature)`` that are never in memory as a whole.
 
@@ -224,6 +242,7 @@ def linear_logprob(
         gemm: ``triton`` makes the statistics in the GEMM's epilogue; ``hopper`` (sm_90, ``matrix``) beside the GEMM;
             ``vendor`` lets cuBLASLt write ``chunk`` columns of logits at a time (R * chunk * 4 bytes). So does
             ``triton`` with ``fma``, by the plain GEMM with ``product_tile``.
+        keep: filled with the last columns' logits where they are written to memory at all (``vendor``, ``fma``).
 
     Returns:
         DeviceRowStatistics of R rows. Besides them 28 * R * V / 128 bytes are used (and a chunk).
@@ -251,6 +270,8 @@ def linear_logprob(
         z = torch.empty(rows * min(chunk, vocabulary), dtype=torch.float32, device=x.device)
         for first, last in column_chunks(vocabulary, chunk):
             part = z[: rows * (last - first)].view(rows, last - first)
+            if keep is not None and first >= vocabulary - keep.columns:
+                part = keep.pieces[first, last] = torch.empty_like(part)
             if gemm == "vendor":
                 vendor_logits(x, w[first:last], part)
             else:

@@ -22,6 +22,7 @@ from rlkernel.kernels.triton.launch_logprob import (
     FMA_TILE,
     DeviceRowStatistics,
     Gemm,
+    KeptLogits,
     division,
     require_head,
     require_shards,
@@ -38,7 +39,8 @@ class BackwardTuning:
     """Tuning of the backward. Nothing here is part of the contract.
 
     ``chunk``: columns of the vocabulary whose gradients exist at a time, a multiple of 128; ``vendor_chunk``: columns
-    of float32 logits that the vendor's GEMM writes at a time.
+    of float32 logits that the vendor's GEMM writes at a time; ``vendor_products``: with ``hopper``, the vendor's GEMM
+    computes what is a whole chain from +0 (set up as ``require_vendor`` says).
     """
 
     chunk: int = 16896
@@ -50,6 +52,7 @@ class BackwardTuning:
     hopper_weights: HopperTile = field(default_factory=lambda: HopperTile(parts=2))
     rows: int = 4
     block: int = 1024
+    vendor_products: bool = False
 
 
 def linear_logprob_backward(
@@ -65,6 +68,7 @@ def linear_logprob_backward(
     *,
     gemm: Gemm = "triton",
     fresh: bool = False,
+    kept: KeptLogits | None = None,
     tuning: BackwardTuning | None = None,
 ) -> Tensor:
     """Gradients of the head, from logits that are computed again by the forward's chain.
@@ -79,6 +83,7 @@ def linear_logprob_backward(
             of their chain: the step is filled up with zeros, which a later row could not take back.
         gemm: ``triton``; ``hopper``: warp-specialised kernels of sm_90 (``matrix``, H and the columns of every chunk
             multiples of 8); ``vendor``: logits, and what is a whole chain from +0, by cuBLASLt, the rest as ``triton``.
+        kept: logits that the forward of these rows left in memory; what they do not cover is computed again.
         fresh: grad_w begins here: its old values are not read, the chains start at +0.
 
     Returns:
@@ -95,14 +100,14 @@ def linear_logprob_backward(
     require_head(x, w, targets, mac)
     require_shards(shards)
     _require(x, w, statistics, coefficient, grad_w, tuning)
-    if gemm == "vendor":
+    if gemm == "vendor" or tuning.vendor_products:
         require_vendor(x, mac)
     if gemm == "hopper" and mac != "matrix":
         raise ContractError(f"gemm='hopper' is the matrix unit's chain, not {mac!r}; choose gemm='triton'")
     dx = torch.empty_like(x)
     if not len(x):
         return grad_w.zero_() and dx if fresh else dx
-    work = _Work(x, w, statistics, targets, coefficient, temperature, grad_w, mac, gemm, fresh, tuning)
+    work = _Work(x, w, statistics, targets, coefficient, temperature, grad_w, mac, gemm, fresh, kept, tuning)
     size = triton.cdiv(len(w), VOCABULARY_LEAF * shards) * VOCABULARY_LEAF
     pending: list[tuple[int, Tensor]] = []  # (leaves, sum), like the digits of a binary counter
     for shard in range(shards):
@@ -133,11 +138,13 @@ class _Work:
         mac: MultiplyAccumulate,
         gemm: Gemm,
         fresh: bool,
+        kept: KeptLogits | None,
         tuning: BackwardTuning,
     ) -> None:
         self.x, self.w, self.grad_w = x, w, grad_w
         self.rows = (statistics.max, statistics.log_sum, targets, coefficient)
         self.temperature, self.mac, self.gemm, self.fresh, self.tuning = temperature, mac, gemm, fresh, tuning
+        self.kept = kept or KeptLogits(0)
         width = min(tuning.chunk, len(w))
         self.dz = torch.empty(len(x) * width, dtype=x.dtype, device=x.device)
         logits = min(tuning.vendor_chunk, width) if gemm == "vendor" else 0
@@ -158,7 +165,7 @@ class _Work:
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor, depth_first: bool, continues: bool, tile: Tile) -> None:
         """``out`` = the chain of a [M, K] (or [K, M], ``depth_first``) and b [K, N], continued if it ``continues``."""
-        if self.gemm == "vendor" and not continues:
+        if not continues and (self.gemm == "vendor" or self.tuning.vendor_products):
             left = a.T if depth_first else a
             torch.mm(left, b, out=out) if out.dtype == a.dtype else torch.mm(left, b, out_dtype=out.dtype, out=out)
             return
@@ -178,6 +185,11 @@ class _Work:
         how, factor = division(self.temperature)
         dz = self.dz[: rows * (last - first)].view(rows, last - first)
         divisor = float(np.float32(self.temperature))
+        kept = self.kept.covers(first, last)
+        if kept:
+            for begin, end in kept:
+                self._of_logits(self.kept.pieces[begin, end], dz[:, begin - first :], begin)
+            return dz
         if self.gemm == "hopper":
             from rlkernel.kernels.triton.launch_logprob_hopper import hopper_gradient
 
@@ -214,23 +226,29 @@ class _Work:
             return dz
         for begin, end in _chunks(first, last, tuning.vendor_chunk):
             z = vendor_logits(x, self.w[begin:end], self.z[: rows * (end - begin)].view(rows, end - begin))
-            kernels.logits_gradient[(triton.cdiv(end - begin, tuning.block), triton.cdiv(rows, tuning.rows))](
-                z,
-                *self.rows,
-                dz[:, begin - first :],
-                rows,
-                end - begin,
-                last - first,
-                begin,
-                factor,
-                divisor,
-                DIVISION=how,
-                ROWS=tuning.rows,
-                BLOCK=tuning.block,
-                num_warps=4,
-                **_options(),
-            )
+            self._of_logits(z, dz[:, begin - first :], begin)
         return dz
+
+    def _of_logits(self, z: Tensor, dz: Tensor, first: int) -> None:
+        """dz [R, >= C], rows as far apart as its strides say, from logits z [R, C] of the columns from ``first`` on."""
+        rows, columns = z.shape
+        how, factor = division(self.temperature)
+        kernels.logits_gradient[(triton.cdiv(columns, self.tuning.block), triton.cdiv(rows, self.tuning.rows))](
+            z,
+            *self.rows,
+            dz,
+            rows,
+            columns,
+            dz.stride(0),
+            first,
+            factor,
+            float(np.float32(self.temperature)),
+            DIVISION=how,
+            ROWS=self.tuning.rows,
+            BLOCK=self.tuning.block,
+            num_warps=4,
+            **_options(),
+        )
 
 
 def _chunks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:

@@ -197,6 +197,31 @@ def test_rows_in_two_calls_continue_one_chain() -> None:
     assert torch.equal(dx, torch.cat(pieces))
 
 
+@pytest.mark.parametrize("columns", [0, 44, 172, 10_000])
+def test_kept_logits_are_the_ones_that_would_be_computed_again(columns: int) -> None:
+    x, w = single_products(12, 24, 300, 1)
+    targets, coefficient = torch.arange(12), torch.ones(12)
+    tuning = BackwardTuning(256, 128, SMALL, SMALL, SMALL)
+    kept = launch.KeptLogits(columns)
+    with np.errstate(all="ignore"):
+        found = launch.linear_logprob(
+            x, w, targets, 1.0, 1, "fma", chunk=128, product_tile=SMALL, merge_tile=MERGE, keep=kept
+        )
+        arguments = (x, w, found, targets, coefficient, 1.0, 1)
+        once, twice = torch.zeros_like(w), torch.zeros_like(w)
+        expected = linear_logprob_backward(*arguments, once, "fma", tuning=tuning)
+        assert sorted(kept.pieces) == {0: [], 44: [(256, 300)], 172: [(128, 256), (256, 300)]}.get(
+            columns, [(0, 128), (128, 256), (256, 300)]
+        )
+        assert torch.equal(linear_logprob_backward(*arguments, twice, "fma", tuning=tuning, kept=kept), expected)
+        assert torch.equal(once, twice)
+        if not columns:
+            return
+        kept.pieces[256, 300].zero_()  # they are read: other logits give another gradient
+        other = linear_logprob_backward(*arguments, torch.zeros_like(w), "fma", tuning=tuning, kept=kept)
+    assert not torch.equal(other, expected)
+
+
 def test_what_is_refused() -> None:
     x, w, targets = torch.zeros((4, 16)), torch.zeros((300, 16)), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ContractError, match="mac='matrix' takes"):
