@@ -74,6 +74,10 @@ section() {
     bits-gemm) limited 500 bits-gemm python3 -m benchmarks.gpu.gemm_bits --out "$out/bits-gemm.json" ;;
     bits-head) limited 500 bits-head python3 -m benchmarks.gpu.head_bits --out "$out/bits-head.json" ;;
     bits-rows) limited 500 bits-rows python3 -m benchmarks.gpu.rows_bits --out "$out/bits-rows.json" ;;
+    bits-bulk)
+        side_by_side bits-bulk 540 "$(bulk_sections)" \
+            python3 -m benchmarks.gpu.bulk_bits --compile-seconds 0 --only @ --out "$out/bits-bulk-@.json"
+        ;;
     speed-step) limited 400 speed-step python3 -m benchmarks.gpu.model_step --out "$out/speed-step.json" ;;
     speed-head) limited 300 speed-head python3 -m benchmarks.gpu.head --out "$out/speed-head.json" ;;
     speed-gemm) limited 300 speed-gemm python3 -m benchmarks.gpu.gemm --out "$out/speed-gemm.json" ;;
@@ -93,6 +97,11 @@ print(*sorted({vector.region for vector in read_vectors('hopper', 'bfloat16').ve
 
 attention_sections() {
     python3 -c "from benchmarks.gpu.attention_bits import SECTIONS
+print(*(section.__name__ for section in SECTIONS))"
+}
+
+bulk_sections() {
+    python3 -c "from benchmarks.gpu.bulk_bits import SECTIONS
 print(*(section.__name__ for section in SECTIONS))"
 }
 

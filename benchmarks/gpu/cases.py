@@ -32,7 +32,10 @@ Section = Callable[[], Iterator["Case"]]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. ``config`` names what is compiled for it; ``what`` says the rest: shape and class of inputs."""
+    """One comparison. ``config`` names what is compiled for it; ``what`` says the rest: shape and class of inputs.
+
+    What stands before `` | `` in ``config`` is the kernel, for the tally by kernel.
+    """
 
     config: str
     what: str
@@ -77,6 +80,21 @@ def compile_ahead(module: str, arguments: Sequence[str], seconds: float) -> None
             process.wait()
 
 
+def _by_kernel(items: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Outputs, differing ones and configurations of every kernel that the items name."""
+    found: dict[str, dict[str, int]] = {}
+    configurations: dict[str, set[str]] = {}
+    for item in items:
+        config = item["item"].split(";")[0]
+        kernel = config.split(" | ")[0]
+        tally = found.setdefault(kernel, {"compared": 0, "differing": 0, "configurations": 0})
+        tally["compared"] += item["compared"]
+        tally["differing"] += item["differing"]
+        configurations.setdefault(kernel, set()).add(config)
+        tally["configurations"] = len(configurations[kernel])
+    return found
+
+
 def _several(found: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else found
 
@@ -104,6 +122,7 @@ def _run(section: Section) -> dict[str, Any]:
         "differing": sum(item["differing"] for item in items),
         "configurations": len({item["item"].split(";")[0] for item in items}),
         "seconds": round(time.monotonic() - began, 2),
+        "kernels": _by_kernel(items) if any(" | " in item["item"] for item in items) else {},
         "failed": failed,
         "differ": [item for item in items if item["differing"]][:50],
     }

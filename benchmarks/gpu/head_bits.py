@@ -32,6 +32,7 @@ from rlkernel.kernels.triton.launch_logprob_hopper import HopperHeadTile
 from rlkernel.kernels.triton.launch_sampling import DeviceSamplingKeys, row_statistics, sample
 from rlkernel.reference import head as reference
 from rlkernel.reference.arith import div, mul, sub
+from rlkernel.reference.head import shard_borders
 from rlkernel.reference.primitives import exp2_full
 from rlkernel.reference.reductions import matmul
 from rlkernel.reference.regions import continued, output
@@ -142,7 +143,7 @@ class Problem:
         dz = output(entries[("trainer_backward", "logprob")], mul(sub(hot, p), c[:, None].expand_as(z)))
         weight = continued(entries[("trainer_backward", "lm_head.wgrad")], dz, self.x.float(), self.running)
         head = entries[("trainer_backward", "lm_head")]
-        dx = output(head, matmul(head, *reference._shard_padded(head, dz, self.w.float())))
+        dx = output(head, matmul(head, dz, self.w.float().T.contiguous(), borders=shard_borders(head, dz.shape[1])))
         return [dx, weight]
 
     def statistics(self, gemm: Gemm, shards: int | None = None, **tuning: Any) -> DeviceRowStatistics:
