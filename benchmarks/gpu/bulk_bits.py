@@ -1,6 +1,6 @@
 """At least a billion outputs of every kernel against the interpreter, or against the kernel that was compared with it.
 
-    python -m benchmarks.gpu.bulk_bits --out results.json [--only norms chains ...]
+    python -m benchmarks.gpu.bulk_bits --out results.json [--only chains adamw ...]
 
 Row kernels are held to the interpreter of the contract directly; the warp-specialised attention to the plain kernels
 (:mod:`benchmarks.gpu.attention_bits` compares those with the interpreter), decode and chunks to the training forward at
@@ -42,7 +42,7 @@ DEVICE = "cuda"
 Tensor = torch.Tensor
 
 ROW_TUNINGS = (
-    *(RowTuning(rows, warps) for rows, warps in product((1, 2, 4), (1, 2, 4, 8))),
+    *(RowTuning(rows, warps) for rows, warps in product((1, 2, 4, 8), (1, 2, 4, 8, 16))),
     *(RowTuning(rows, warps, holds=True) for rows, warps in product((1, 2), (2, 4, 8))),
     *(RowTuning(1, 4, *chain) for chain in ((16, 8, 1), (64, 16, 2), (128, 32, 2), (32, 64, 3))),
 )
@@ -53,9 +53,17 @@ CHAIN_TUNINGS = tuple(
 )
 
 
-def norms() -> Iterator[Case]:
-    """RMSNorm with and without the sum before it, and its gradient: 2,560 rows of 4,096, 22 tunings."""
-    for dtype, name in product(DTYPES, FEW):
+def norms_bfloat16() -> Iterator[Case]:
+    yield from norms(torch.bfloat16)
+
+
+def norms_float32() -> Iterator[Case]:
+    yield from norms(torch.float32)
+
+
+def norms(dtype: torch.dtype) -> Iterator[Case]:
+    """RMSNorm with and without the sum before it, and its gradient: 2,560 rows of 4,096, at least 20 tunings."""
+    for name in FEW:
         reference = _reference(dtype)
         x, branch, dy = (hazard(name, 2560, 4096, seed, dtype).contiguous() for seed in (31, 32, 33))
         w, start = _vector("normal", 4096, 34, dtype), _vector("normal", 4096, 35, torch.float32)
@@ -119,7 +127,7 @@ def chains() -> Iterator[Case]:
 
 
 def elementwise() -> Iterator[Case]:
-    """Residual sums, SwiGLU with its gradient, AdamW: nothing to tune."""
+    """Residual sums, SwiGLU with its gradient: nothing to tune."""
     for dtype, name in product(DTYPES, FEW):
         a, b = (hazard(name, 51_200, 4096, seed, dtype).contiguous() for seed in (51, 52))
         reference = _reference(dtype)
@@ -143,6 +151,10 @@ def elementwise() -> Iterator[Case]:
             f"swiglu_backward {dtype} | plain", name,
             lambda dy=dy, x=fused: launch_rows.swiglu_backward(dy, x, leaves=1), gradient,
         )  # fmt: skip
+
+
+def adamw() -> Iterator[Case]:
+    """AdamW on 51,200,000 weights: master, both moments, and the weight of the model."""
     step = _reference(torch.bfloat16).contract.entries[("optimizer_step", "adamw")]
     for name in FEW:
         count = 51_200_000
@@ -160,7 +172,7 @@ def elementwise() -> Iterator[Case]:
             master, m, v = (x.clone() for x in states)
             weight = torch.empty_like(master, dtype=torch.bfloat16)
             scalars = launch_optimizer.scalars_on_device(rates, grad.device)
-            clip = torch.full((1,), float(rates.clip), device=DEVICE)[0]
+            clip = torch.full((1,), float(rates.clip), device=DEVICE)
             launch_optimizer.adamw(master, m, v, grad, weight, scalars, clip)
             return [master, m, v, weight]
 
@@ -273,14 +285,17 @@ def attention() -> Iterator[Case]:
         )  # fmt: skip
 
 
+FINITE = tuple(kind for kind in KINDS if kind != "nan and inf")
+
+
 def attention_gradients() -> Iterator[Case]:
-    """The warp-specialised backward against the plain one: 14 draws."""
+    """The warp-specialised backward against the plain one: 14 draws of finite values (docs/gpu-attention.md)."""
     from rlkernel.kernels.triton.launch_attention_hopper import backward_hopper
 
     forward, backward = entries("hopper", "bfloat16", 128)
     points, gradient_points = attention_points(forward), backward_points(backward)
     for turn in range(14):
-        lengths, kind = ((4095, 4096, 4097), (1, 511, 7000, 129, 4647))[turn % 2], CLASSES[turn % len(CLASSES)]
+        lengths, kind = ((4095, 4096, 4097), (1, 511, 7000, 129, 4647))[turn % 2], FINITE[turn % len(FINITE)]
         q, k, v = draw(kind, sum(lengths), HEADS, 128, torch.bfloat16, 120 + turn)
         dout = draw("normal", sum(lengths), HEADS, 128, torch.bfloat16, 140 + turn)[0]
         starts, longest = starts_of(lengths), max(lengths)
@@ -371,7 +386,19 @@ def heads() -> Iterator[Case]:
                        partial(gradients, gemm), base)  # fmt: skip
 
 
-SECTIONS = (norms, chains, elementwise, embeddings, rotations, attention, attention_gradients, attention_cases, heads)
+SECTIONS = (
+    norms_bfloat16,
+    norms_float32,
+    chains,
+    elementwise,
+    adamw,
+    embeddings,
+    rotations,
+    attention,
+    attention_gradients,
+    attention_cases,
+    heads,
+)
 
 
 if __name__ == "__main__":
