@@ -82,6 +82,7 @@ section() {
     speed-head) limited 300 speed-head python3 -m benchmarks.gpu.head --out "$out/speed-head.json" ;;
     speed-gemm) limited 300 speed-gemm python3 -m benchmarks.gpu.gemm --out "$out/speed-gemm.json" ;;
     speed-attention) limited 300 speed-attention python3 -m benchmarks.gpu.attention --out "$out/speed-attention.json" ;;
+    speed-sync) limited 200 speed-sync python3 -m benchmarks.gpu.weight_sync --out "$out/speed-sync.json" ;;
     tests) limited 500 tests python3 -m pytest -q -n 0 tests/gpu ;;
     *)
         echo "there is no section '$1'; see section() in $0"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 LIBRARIES = {"hip_ipc": ("fake_hip.c", "libamdhip64.so"), "cuda_ipc": ("fake_cuda.c", "libcuda.so.1")}
 NEEDS = "the test libraries of device runtimes are built by a C compiler"
@@ -34,3 +35,11 @@ def load(library: str, devices: str) -> None:
     """
     os.environ["FAKE_HIP_DEVICES"] = devices
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def runtime(transport: str) -> Any:
+    """The runtime of a transport's kind of device."""
+    from hardware.cuda.runtime import CudaRuntime
+    from hardware.rocm.runtime import HipRuntime
+
+    return {"hip_ipc": HipRuntime, "cuda_ipc": CudaRuntime}[transport]()

@@ -113,3 +113,20 @@ class LossyChannel:
     def receive(self) -> bytes | None:
         frame = self._channel.receive()
         return frame and (self._changed(frame) or b"lost")
+
+
+def shared_reader(pipe: Connection, name: str, library: str, devices: str) -> None:
+    """A process that serves a sender's own memory: takes handles, answers with the sum of every tensor's bytes."""
+    from vime.sync.device_ipc import DeviceIpcTransport
+
+    fake_devices.load(library, devices)
+    transport = DeviceIpcTransport(name, fake_devices.runtime(name), to="shared", host_memory=True)
+    served: dict[str, torch.Tensor] = {}
+    while (order := pipe.recv()) is not None:
+        if "receive" in order:
+            served = transport.receive(order["receive"])
+            transport.close_received()
+        elif "forget" in order:
+            transport.forget(order["forget"])
+            served = {}
+        pipe.send({key: tensor.flatten().view(torch.uint8).tolist() for key, tensor in served.items()})

@@ -22,7 +22,7 @@ from hardware.cuda.runtime import CudaRuntime
 from hardware.rocm.runtime import HipRuntime
 from rlkernel.errors import DeviceError
 from tests.sync import fake_devices
-from tests.sync.processes import planned_engine
+from tests.sync.processes import planned_engine, shared_reader
 from tests.sync.virtual import HeldEngine, Journal, digest_of, entries_of
 from vime.errors import InputError, Interrupted, InvariantViolation
 from vime.runtime.process import ProcessEngine
@@ -339,6 +339,68 @@ def test_no_room_on_the_device_is_one_to_resume_after(
     transport.release(handle)
     again = transport.send({name: tensor * 2 for name, tensor in tensors.items()})
     assert again["buckets"] == handle["buckets"]  # the memory is used again
+    transport.close()
+
+
+def test_placed_weights_are_published_without_a_copy(
+    device_ipc: Callable[..., DeviceIpcTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = device_ipc(bucket_bytes=4096, host_memory=True)
+    tensors = random_model(50)
+    one, other = transport.place(tensors), transport.place(tensors)
+    assert same(one, tensors) and same(other, tensors)
+    copied: list[int] = []
+    runtime = transport._runtime
+    monkeypatch.setattr(runtime, "copy", lambda target, source, size: copied.append(size))
+    first, second = transport.send(one), transport.send(other)
+    assert copied == []
+    assert {b["handle"] for b in first["buckets"]}.isdisjoint(b["handle"] for b in second["buckets"])
+    mixed = {**one, "embed": other["embed"]}
+    transport.release(transport.send(mixed))  # not what was placed: it is copied
+    assert sum(copied) == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    monkeypatch.undo()
+    changed = moved(tensors, 51)
+    for name, tensor in other.items():
+        tensor.copy_(changed[name])
+    assert same(transport.receive(second), changed) and same(transport.receive(first), tensors)
+    transport.release(first)
+    assert same(transport.receive(first), tensors)  # a placement stays until the end
+    transport.close()
+
+
+@pytest.mark.parametrize("name", list(RUNTIMES))
+def test_an_engine_can_serve_the_trainers_memory_itself(name: str, libraries: dict[str, str]) -> None:
+    def bytes_of(found: Tensors) -> dict[str, list[int]]:
+        return {key: raw_bytes(tensor).tolist() for key, tensor in found.items()}
+
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=shared_reader, args=(theirs, name, libraries[name], "aa,bb"))
+    process.start()
+    transport = DeviceIpcTransport(name, RUNTIMES[name](), ordinal=1, bucket_bytes=4096, host_memory=True)
+    tensors = random_model(52)
+    one, other = transport.place(tensors), transport.place(moved(tensors, 53))
+
+    def ask(order: dict[str, Any]) -> Any:
+        pipe.send(order)
+        assert pipe.poll(60)
+        return pipe.recv()
+
+    first, second = transport.send(one), transport.send(other)
+    assert ask({"receive": first}) == bytes_of(one)
+    changed = moved(tensors, 54)
+    for key, tensor in one.items():
+        tensor.copy_(changed[key])
+    assert ask({}) == bytes_of(changed) != bytes_of(tensors)  # no copy lies in between
+    assert ask({"receive": second}) == bytes_of(other)
+    for tensor in one.values():
+        tensor.zero_()
+    assert ask({}) == bytes_of(other)  # what is served is the other placement
+    ask({"forget": first})
+    assert ask({"receive": second}) == bytes_of(other)
+    pipe.send(None)
+    process.join(30)
+    assert process.exitcode == 0
     transport.close()
 
 

@@ -6,6 +6,7 @@ UUID, and the receiver looks among its own devices for it. No pickle, no torch s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,14 +73,47 @@ def _pack(tensors: Tensors, bucket_bytes: int) -> _Packing:
     return packing
 
 
+class _DeviceBytes:
+    """Device memory as torch takes it over, without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _view(address: int, size: int, device: str) -> torch.Tensor:
+    """Memory that a runtime allocated or opened, uint8 [size]: valid for as long as it is mapped."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device == "cpu":  # where a runtime's memory is the host's
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_DeviceBytes(address, size), device=device)
+
+
+def _tensors_of(entries: list[dict[str, Any]], buckets: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that lie in buckets, as views."""
+    found = {}
+    for entry in entries:
+        raw = buckets[entry["bucket"]][entry["offset"] : entry["offset"] + entry["bytes"]]
+        found[entry["name"]] = raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
 class DeviceIpcTransport:
     """Buckets on one device, opened by engines in other processes that see the same device.
+
+    Weights that :meth:`place` laid out are published as they are, without a copy. A receiver either has copies
+    (``to`` is ``cpu`` or ``device``), or, with ``shared``, the sender's memory itself: then the sender writes the next
+    weights elsewhere, into a second placement, and an engine serves what it opened until it has switched to that.
 
     Args:
         name: as the pipeline calls it (``hip_ipc``).
         runtime: of that kind of device.
         ordinal: the sender's device, in its own numbering.
-        to: where a receiver puts its copies: ``cpu``, or ``device``, the one that the weights lie on.
+        to: where a receiver puts its copies: ``cpu``, or ``device``, the one that the weights lie on; ``shared``: no
+            copies, views of the sender's memory that stay mapped until :meth:`forget`.
+        host_memory: the runtime's memory is the host's (a runtime without a device).
         bucket_bytes: least size at which a bucket is full.
     """
 
@@ -88,20 +122,64 @@ class DeviceIpcTransport:
         name: str,
         runtime: DeviceRuntime,
         ordinal: int = 0,
-        to: Literal["cpu", "device"] = "cpu",
+        to: Literal["cpu", "device", "shared"] = "cpu",
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        host_memory: bool = False,
     ) -> None:
-        self.name, self._to = name, to
+        self.name, self._to, self._host_memory = name, to, host_memory
         self._runtime, self._ordinal, self._bucket_bytes = runtime, ordinal, bucket_bytes
         self._sent: dict[int, list[_Bucket]] = {}
         self._unused: list[_Bucket] = []
         self._next = 0
-        self._opened: list[int] = []
+        self._opened: dict[str, int] = {}
+        self._placed: list[tuple[_Packing, list[_Bucket]]] = []
+
+    def _device(self, ordinal: int) -> str:
+        return "cpu" if self._host_memory else f"cuda:{ordinal}"  # torch's name of AMD's devices too
 
     # the trainer's side
 
+    def place(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The tensors, copied into buckets of their own: :meth:`send` publishes what is written there without a copy.
+
+        They are valid until :meth:`close`. Raises Interrupted where the device has no room for them.
+        """
+        packing = _pack(tensors, self._bucket_bytes)
+        with _told("the weights cannot be put on the device"):
+            self._runtime.use(self._ordinal)
+            buckets = self._allocate(packing.sizes)
+            self._placed.append((packing, buckets))
+        device = self._device(self._ordinal)
+        placed = _tensors_of(packing.entries, [_view(b.address, b.size, device) for b in buckets])
+        for name, tensor in placed.items():
+            tensor.copy_(tensors[name])
+        return placed
+
+    def _placement(self, tensors: Tensors) -> tuple[_Packing, list[_Bucket]] | None:
+        """The buckets that hold exactly these tensors where they were placed."""
+        for packing, buckets in self._placed:
+            places = {e["name"]: buckets[e["bucket"]].address + e["offset"] for e in packing.entries if e["bytes"]}
+            given = {n: t.data_ptr() if t.is_contiguous() else None for n, t in tensors.items() if t.numel()}
+            same = [(e["name"], e["dtype"], e["shape"]) for e in packing.entries] == [
+                (n, str(tensors[n].dtype).removeprefix("torch."), list(tensors[n].shape)) for n in sorted(tensors)
+            ]
+            if same and places == given:
+                return packing, buckets
+        return None
+
     def send(self, tensors: Tensors) -> Handle:
-        """Copy the tensors into buckets. Raises Interrupted where the device has no room for them."""
+        """Copy the tensors into buckets, but those that :meth:`place` put there.
+
+        Raises Interrupted where the device has no room for them.
+        """
+        placed = self._placement(tensors)
+        if placed is not None:
+            packing, buckets = placed
+            with _told("the placed weights cannot be published"):
+                self._runtime.use(self._ordinal)
+                self._runtime.synchronise()
+                return self._handle(packing, buckets, self._runtime.identity(self._ordinal))
         packing = _pack(tensors, self._bucket_bytes)
         with _told("the weights cannot be put on the device"):
             self._runtime.use(self._ordinal)
@@ -117,8 +195,12 @@ class DeviceIpcTransport:
             except BaseException:
                 self._unused += buckets
                 raise
-        self._next += 1
+        handle = self._handle(packing, buckets, identity)
         self._sent[self._next] = buckets
+        return handle
+
+    def _handle(self, packing: _Packing, buckets: list[_Bucket], identity: str) -> Handle:
+        self._next += 1
         return {
             "transport": self.name,
             "key": self._next,
@@ -133,7 +215,10 @@ class DeviceIpcTransport:
             found, self._unused = self._unused, []
             return found
         self._free_unused()
-        found = []
+        return self._allocate(sizes)
+
+    def _allocate(self, sizes: list[int]) -> list[_Bucket]:
+        found: list[_Bucket] = []
         try:
             for size in sizes:
                 address = self._runtime.allocate(max(size, 1))
@@ -149,9 +234,11 @@ class DeviceIpcTransport:
         self._unused += self._sent.pop(handle["key"], [])
 
     def close(self) -> None:
-        """Free everything that was sent."""
+        """Free everything that was sent and placed."""
         for key in list(self._sent):
             self.release({"key": key})
+        while self._placed:
+            self._unused += self._placed.pop()[1]
         self._free_unused()
 
     def _free_unused(self) -> None:
@@ -161,7 +248,7 @@ class DeviceIpcTransport:
     # the engine's side
 
     def receive(self, handle: Handle) -> dict[str, torch.Tensor]:
-        """Copies of the tensors: one copy a bucket, of which they are views.
+        """The tensors: copies, one a bucket, of which they are views; or with ``shared`` the sender's memory.
 
         Raises:
             InputError: this process does not see the device that they lie on.
@@ -171,33 +258,42 @@ class DeviceIpcTransport:
         with _told("the published weights cannot be opened on the device"):
             ordinal = self._ordinal_of(handle["device"])
             self._runtime.use(ordinal)
-            copies = []
+            device = "cpu" if self._to == "cpu" else self._device(ordinal)
+            found = []
             for bucket, address in zip(handle["buckets"], self._addresses(handle), strict=True):
-                device = "cpu" if self._to == "cpu" else f"cuda:{ordinal}"  # torch's name of AMD's devices too
-                copies.append(torch.empty(bucket["bytes"], dtype=torch.uint8, device=device))
-                self._runtime.copy(copies[-1].data_ptr(), address, bucket["bytes"])
+                if self._to == "shared":
+                    found.append(_view(address, bucket["bytes"], device))
+                    continue
+                found.append(torch.empty(bucket["bytes"], dtype=torch.uint8, device=device))
+                self._runtime.copy(found[-1].data_ptr(), address, bucket["bytes"])
             self._runtime.synchronise()
-        found = {}
-        for entry in handle["tensors"]:
-            raw = copies[entry["bucket"]][entry["offset"] : entry["offset"] + entry["bytes"]]
-            found[entry["name"]] = raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        return found
+        return _tensors_of(handle["tensors"], found)
 
     def _addresses(self, handle: Handle) -> list[int]:
         """Of the buckets, here: a runtime opens no memory in the process that it belongs to."""
-        own = self._sent.get(handle["key"], [])
-        if own and [bucket.handle for bucket in own] == [bucket["handle"] for bucket in handle["buckets"]]:
-            return [bucket.address for bucket in own]
+        own = {
+            b.handle: b.address for buckets in (*self._sent.values(), *(p[1] for p in self._placed)) for b in buckets
+        }
         addresses = []
         for bucket in handle["buckets"]:
-            addresses.append(self._runtime.open(bytes.fromhex(bucket["handle"])))
-            self._opened.append(addresses[-1])
+            name = bucket["handle"]
+            if name not in own and name not in self._opened:
+                self._opened[name] = self._runtime.open(bytes.fromhex(name))
+            addresses.append(own[name] if name in own else self._opened[name])
         return addresses
 
     def close_received(self) -> None:
-        """Unmap what was opened."""
-        while self._opened:
-            self._runtime.unmap(self._opened.pop())
+        """Unmap what was opened and copied; ``shared`` memory stays mapped until :meth:`forget`."""
+        if self._to != "shared":
+            self._unmap(set(self._opened))
+
+    def forget(self, handle: Handle) -> None:
+        """Unmap what was received with ``shared``: its tensors are not to be touched any more."""
+        self._unmap({bucket["handle"] for bucket in handle["buckets"]})
+
+    def _unmap(self, names: set[str]) -> None:
+        for name in names & self._opened.keys():
+            self._runtime.unmap(self._opened.pop(name))
 
     def _ordinal_of(self, identity: str) -> int:
         seen = [self._runtime.identity(ordinal) for ordinal in range(self._runtime.device_count())]
