@@ -28,7 +28,7 @@ import torch
 import triton
 
 from hardware.cuda.runtime import CudaRuntime
-from rlkernel.kernels.triton.launch_digest import tensor_digest
+from rlkernel.kernels.triton.launch_digest import Part, TensorDigests
 from vime.sync.device_ipc import DeviceIpcTransport
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 12288, 32, 8, 128, 151936
@@ -51,9 +51,8 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def digests(tensors: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """Both lanes of every tensor, in name order."""
-    lanes = torch.stack([tensor_digest(tensors[name]) for name in sorted(tensors)])
-    found: list[list[int]] = lanes.cpu().tolist()
+    """Both lanes of every tensor, in name order, by one kernel."""
+    found: list[list[int]] = TensorDigests([Part(tensors[name]) for name in sorted(tensors)])().cpu().tolist()
     return found
 
 

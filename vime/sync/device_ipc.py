@@ -18,7 +18,7 @@ from rlkernel.errors import DeviceError
 from vime.errors import InputError, Interrupted, InvariantViolation
 from vime.sync.transport import ALIGNMENT, DTYPES, Handle, Tensors, layout
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 1 << 30
 
 
 class DeviceRuntime(Protocol):
@@ -259,28 +259,30 @@ class DeviceIpcTransport:
             ordinal = self._ordinal_of(handle["device"])
             self._runtime.use(ordinal)
             device = "cpu" if self._to == "cpu" else self._device(ordinal)
+            own = self._own()
             found = []
-            for bucket, address in zip(handle["buckets"], self._addresses(handle), strict=True):
+            for bucket in handle["buckets"]:  # a copy runs while the next bucket is opened and the views are made
+                address = self._address(bucket["handle"], own)
                 if self._to == "shared":
                     found.append(_view(address, bucket["bytes"], device))
                     continue
                 found.append(torch.empty(bucket["bytes"], dtype=torch.uint8, device=device))
                 self._runtime.copy(found[-1].data_ptr(), address, bucket["bytes"])
+            tensors = _tensors_of(handle["tensors"], found)
             self._runtime.synchronise()
-        return _tensors_of(handle["tensors"], found)
+        return tensors
 
-    def _addresses(self, handle: Handle) -> list[int]:
-        """Of the buckets, here: a runtime opens no memory in the process that it belongs to."""
-        own = {
-            b.handle: b.address for buckets in (*self._sent.values(), *(p[1] for p in self._placed)) for b in buckets
-        }
-        addresses = []
-        for bucket in handle["buckets"]:
-            name = bucket["handle"]
-            if name not in own and name not in self._opened:
-                self._opened[name] = self._runtime.open(bytes.fromhex(name))
-            addresses.append(own[name] if name in own else self._opened[name])
-        return addresses
+    def _own(self) -> dict[str, int]:
+        """Addresses of what this process sent: a runtime opens no memory in the process that it belongs to."""
+        placed = (buckets for _, buckets in self._placed)
+        return {bucket.handle: bucket.address for buckets in (*self._sent.values(), *placed) for bucket in buckets}
+
+    def _address(self, handle: str, own: dict[str, int]) -> int:
+        if handle in own:
+            return own[handle]
+        if handle not in self._opened:
+            self._opened[handle] = self._runtime.open(bytes.fromhex(handle))
+        return self._opened[handle]
 
     def close_received(self) -> None:
         """Unmap what was opened and copied; ``shared`` memory stays mapped until :meth:`forget`."""
