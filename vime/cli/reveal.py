@@ -178,9 +178,10 @@ def _print(
         if order.arithmetic.products:
             click.echo(f"  products    {order.arithmetic.products_in_words(order.tree)}")
         equal = order.checked - order.differing
+        elsewhere = f"; {order.elsewhere:,} more at other magnitudes" if order.elsewhere and not order.parts else ""
         click.echo(
-            f"  proof       {equal:,} of {order.checked:,} outputs of random inputs have the executed tree's bits; "
-            f"subnormals {order.subnormals}"
+            f"  proof       {equal:,} of {order.checked:,} outputs of random inputs have the executed tree's bits"
+            f"{elsewhere}; subnormals {order.subnormals}"
         )
         if compared is not None:
             lines = compared[k] or [f"follows the entry of {against}"]
@@ -216,6 +217,8 @@ def _json(
                 "products": arithmetic.products_in_words(order.tree),
                 "checked": order.checked,
                 "differing": order.differing,
+                "elsewhere": order.elsewhere,
+                "parts": order.parts,
                 "subnormals": order.subnormals,
                 **({"against": against, "differences": compared[k]} if compared is not None else {}),
             }
