@@ -171,7 +171,8 @@ def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
         f"{difference['expected']}; {difference['differing']:,} of {difference['compared']:,} outputs differ"
     )
     certainty = "" if explanation["certain"] or explanation["point"] is None else " (probably)"
-    click.echo(f"  point:    {explanation['point'] or 'none found'}{certainty}: {explanation['sentence']}")
+    none = "none" if explanation["certain"] else "none found"
+    click.echo(f"  point:    {explanation['point'] or none}{certainty}: {explanation['sentence']}")
     for other in explanation["alternatives"]:
         click.echo(f"            or {other}")
 

@@ -120,6 +120,39 @@ def narrow_inputs(chain: ChainFunction) -> ChainFunction:
     return lambda a, b, start: chain(cast_bf16(a), cast_bf16(b), start)
 
 
+def kept_bits(values: Tensor, bits: int, mode: str) -> Tensor:
+    """float32 values with so many bits of significand: ``nearest`` even, ``away`` (ties) or ``cut``."""
+    drop = 24 - bits
+    whole = values.float().contiguous().view(torch.int32)
+    if mode == "nearest":
+        whole = whole + ((1 << (drop - 1)) - 1) + ((whole >> drop) & 1)
+    elif mode == "away":
+        whole = whole + (1 << (drop - 1))
+    return torch.where(values.isnan(), values.float(), (whole & -(1 << drop)).view(torch.float32))
+
+
+def tf32_inputs(mode: str) -> Callable[[ChainFunction], ChainFunction]:
+    """Operands with the 11 bits of tf32."""
+    return lambda chain: lambda a, b, start: chain(kept_bits(a, 11, mode), kept_bits(b, 11, mode), start)
+
+
+def float16_inputs(chain: ChainFunction) -> ChainFunction:
+    """Operands rounded to float16."""
+    return lambda a, b, start: chain(a.to(torch.float16).float(), b.to(torch.float16).float(), start)
+
+
+def flushing(chain: ChainFunction) -> ChainFunction:
+    """Subnormal operands and sums as zeros of their sign, at every step."""
+
+    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        total = start
+        for k in range(a.shape[-1]):
+            total = flushed(chain(flushed(a[..., k : k + 1]), flushed(b[..., k : k + 1]), total))
+        return total
+
+    return steps
+
+
 def rounded_state(size: int) -> Callable[[ChainFunction], ChainFunction]:
     """The accumulator rounded to bfloat16 after every ``size`` elements."""
 
@@ -237,7 +270,7 @@ def _flushing(operation: Any) -> Callable[..., Tensor]:
 
 
 def _outputs(change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
-    return (Function("array", lambda array: lambda value: array(change(value)), ("regions",)),)
+    return (Function("array", lambda array: lambda value: array(change(value)), ("regions", "head")),)
 
 
 def exact_exp2(x: Tensor) -> Tensor:
@@ -350,6 +383,13 @@ _EMULATED = (
 _TREES = ("reductions", "attention", "head", "optimizer")
 _CASTS = ("attention", "regions", "optimizer")
 
+TF32 = (
+    ("nearest", "rounded to tf32 (11 bits)"),
+    ("away", "rounded to tf32 (11 bits, ties away from zero)"),
+    ("cut", "cut to tf32 (11 bits)"),
+)
+"""How operands become tf32: the mode, and what happens to them in words."""
+
 GENERIC: tuple[Variation, ...] = (
     Variation("merge order", "a chain in descending order", (Chain(descending),)),
     Variation("merge order", "leaves or lanes merged one after the other instead of in a tree", (Function("tree", linear_tree, _TREES),)),
@@ -365,6 +405,8 @@ GENERIC: tuple[Variation, ...] = (
     Variation("precision", "an accumulator in bfloat16", (Chain(in_bf16),)),
     *(Variation("precision", f"an accumulator that rests in bfloat16 every {n} elements", (Chain(rounded_state(n)),)) for n in (16, 32, 64, 128, 512)),
     Variation("precision", "operands rounded to bfloat16 before the products", (Chain(narrow_inputs),)),
+    *(Variation("precision", f"operands {what} before the products", (Chain(tf32_inputs(mode)),)) for mode, what in TF32),
+    Variation("precision", "operands rounded to float16 before the products", (Chain(float16_inputs),)),
     Variation("precision", "a merge of leaves in float64", (Function("tree", wide_tree, _TREES),)),
     Variation("precision", "leaves kept in bfloat16 before their merge", (Function("tree", narrow_tree, _TREES),)),
     Variation("rounding", "an output that is not rounded", entry=not_rounded("output")),
@@ -375,6 +417,7 @@ GENERIC: tuple[Variation, ...] = (
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in chains", (Chain(unfused),)),
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in formulas",
               (Function("fma32", lambda _: lambda a, b, c: add(mul(a, b), c), ("attention", "regions", "head", "optimizer")),)),
+    Variation("primitives", "chains whose every step flushes subnormal operands and sums to zero", (Chain(flushing),)),
     Variation("primitives", "a fused multiply-add through float64, which rounds twice", _EMULATED),
     Variation("primitives", "a fused multiply-add through float64, which rounds twice, in chains", (Chain(through_float64),)),
     Variation("primitives", "a product with the reciprocal instead of a division",
