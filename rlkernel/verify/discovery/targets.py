@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlkernel.errors import ContractError
+from rlkernel.errors import ContractError, NumericsError
 from rlkernel.verify.discovery.formats import FORMATS, Array, Float64, Format, number_format
 
 Call = Callable[[Array, Array | None], Array]
@@ -74,12 +74,13 @@ class Target:
         """Carriers [rows, columns] of one call.
 
         Raises:
-            ContractError: the call raised, or returned another shape.
+            ContractError: the call raised, or returned another shape or dtype.
+            NumericsError: it changed how others compute.
         """
         try:
             call = self.displaced if displaced and self.displaced is not None else self.call
             result = np.asarray(call(trial.a, trial.b))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, NumericsError):
             raise
         except _Unusable as error:
             raise ContractError(f"{self.name} {error}") from None
