@@ -492,7 +492,7 @@ def test_the_output_says_whether_there_is_a_bias(
 ) -> None:
     """A function that adds a bias is right where there is none: that must not pass for one that adds it rightly."""
     file = tmp_path / "own_bias.py"
-    file.write_text("def f(x, weight, bias=None):\n    return x @ weight.T + (0 if bias is None else bias)\n")
+    file.write_text("def f(x, weight, bias=None):\n    return (x @ weight.T + (0 if bias is None else bias))[1:]\n")
     options: list[object] = []
     if preset is not None:
         pipeline = tmp_path / "pipeline.yaml"
