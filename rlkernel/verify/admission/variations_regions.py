@@ -10,20 +10,22 @@ import torch
 from rlkernel.reference.arith import cast_bf16
 from rlkernel.reference.reductions import multiply_accumulate
 from rlkernel.reference.regions import continued
-from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
-from rlkernel.verify.admission.variations import (
-    TF32,
+from rlkernel.verify.admission.chains import (
     cut,
     descending,
     from_zero,
     in_bf16,
     in_float64,
-    lane_count,
     narrow_inputs,
-    not_rounded,
     rounded_state,
     tf32_inputs,
     unfused,
+)
+from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
+from rlkernel.verify.admission.variations import (
+    TF32,
+    lane_count,
+    not_rounded,
 )
 
 _NORM = "return output(points, mul(mul(x, inverse[:, None]), weight[None, :])), inverse"
