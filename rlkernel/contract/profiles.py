@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlkernel.errors import ContractError
+from rlkernel.names import hint
 
 FMA, ADD, MUL, DIV, SQRT, MAX = "fma.rn.f32", "add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "max.f32"
 EXP2, EXP2_P3, LOG2 = "exp2.full", "exp2.p3", "log2.full"
@@ -53,4 +54,5 @@ def find_profile(name: str, dtype: str) -> Profile:
             if dtype not in profile.dtypes:
                 raise ContractError(f"profile {name!r} has dtype {' or '.join(profile.dtypes)}, not {dtype!r}")
             return profile
-    raise ContractError(f"profile {name!r} is unknown; there are {', '.join(p.name for p in PROFILES)}")
+    names = [profile.name for profile in PROFILES]
+    raise ContractError(f"profile {name!r} is unknown; there are {', '.join(names)}{hint(name, names)}")

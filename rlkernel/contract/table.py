@@ -11,6 +11,7 @@ from rlkernel.contract.canonical import bits_float32, bits_float64, digest
 from rlkernel.contract.points import SixPoints
 from rlkernel.errors import ContractError
 from rlkernel.models.definition import REGION_KINDS, define_model
+from rlkernel.names import hint
 
 CASES = (*FORWARD_CASES, "trainer_backward", "optimizer_step")
 
@@ -59,9 +60,18 @@ def table_rows(contract: Contract, case: str | None = None, region: str | None =
     """
     cases, regions = _names(c for c, _ in contract.entries), _names(r for _, r in contract.entries)
     if case is not None and case not in cases:
-        raise ContractError(f"the contract has no case {case!r}; it has {', '.join(cases)}")
+        raise ContractError(f"the contract has no case {case!r}; it has {', '.join(cases)}{hint(case, cases)}")
     if region is not None and region not in regions:
-        raise ContractError(f"the contract has no region {region!r}; it has {', '.join(regions)}")
+        raise ContractError(
+            f"the contract has no region {region!r}; it has {', '.join(regions)}{hint(region, regions)}"
+        )
+    if case is not None and region is not None and (case, region) not in contract.entries:
+        there = [r for c, r in contract.entries if c == case]
+        then = [c for c, r in contract.entries if r == region]
+        raise ContractError(
+            f"region {region!r} is not computed in case {case!r}: it is in {', '.join(then)}; the case has "
+            f"{', '.join(there)}"
+        )
     found: dict[tuple[str, SixPoints], list[str]] = {}
     for (entry_case, entry_region), points in contract.entries.items():
         if case in (None, entry_case) and region in (None, entry_region):

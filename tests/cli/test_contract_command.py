@@ -88,9 +88,14 @@ def test_show_selects_cases_and_regions(capsys: Capture):
     for arguments, words in (
         (("--case", "decode"), "the contract has no case 'decode'; it has rollout_prefill"),
         (("--region", "gelu"), "the contract has no region 'gelu'; it has embedding"),
+        (
+            ("--case", "optimizer_step", "--region", "attention"),
+            "region 'attention' is not computed in case 'optimizer_step': it is in rollout_prefill, rollout_decode, ",
+        ),
+        (("--case", "optimizer_step", "--region", "attention"), "; the case has gradient_norm, loss, adamw"),
     ):
-        code, _, message = call(capsys, "show", QUICKSTART, *arguments)
-        assert code == 2 and words in message
+        code, printed, message = call(capsys, "show", QUICKSTART, *arguments)
+        assert code == 2 and words in message and not printed
 
 
 def test_digests_of_both_sides_and_of_every_entry(capsys: Capture, pipeline: str):

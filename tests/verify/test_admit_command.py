@@ -10,6 +10,7 @@ import pytest
 from rlkernel.verify.admission.certificate import certificate_from_json
 from rlkernel.verify.admission.store import read_certificates
 from rlkernel.verify.admission.user import GRADIENTS, SIGNATURES
+from rlkernel.verify.global_state import GlobalState
 from tests.pipeline.helpers import text
 from vime.cli.main import invoke
 
@@ -318,3 +319,212 @@ def test_the_contract_of_a_pipeline_is_taken(own: str, tmp_path: Path, capsys: C
     assert call(f"{own}:add", "--region", "residual_add", "--pipeline", pipeline, "--dtype", "bfloat16") == 0
     assert "bfloat16" in capsys.readouterr().out
     assert call(f"{own}:add", "--region", "qk_norm", "--pipeline", tmp_path / "absent.yaml") == 2
+
+
+STATE = """
+import ctypes
+import ctypes.util
+import os
+
+import numpy as np
+import torch
+
+UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}
+
+
+def flush(stream, branch):
+    torch.set_flush_denormal(True)
+    return stream + branch
+
+
+def rounding(stream, branch):
+    total = stream + branch
+    ctypes.CDLL(ctypes.util.find_library("m")).fesetround(UPWARD[os.uname().machine])
+    return total
+
+
+def dtype(stream, branch):
+    torch.set_default_dtype(torch.float64)
+    return stream + branch
+
+
+def threads(stream, branch):
+    torch.set_num_threads(torch.get_num_threads() + 3)
+    return stream + branch
+
+
+def gradients(stream, branch):
+    torch.set_grad_enabled(False)
+    return stream + branch
+
+
+def precision(stream, branch):
+    torch.set_float32_matmul_precision("medium")
+    return stream + branch
+
+
+def device(stream, branch):
+    torch.set_default_device("meta")
+    return stream + branch
+
+
+def errors(stream, branch):
+    np.seterr(all="ignore")
+    return stream + branch
+
+
+def folder(stream, branch):
+    os.chdir(os.sep)
+    return stream + branch
+
+
+def total(x):
+    torch.set_flush_denormal(True)
+    return x.sum()
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> str:
+    file = tmp_path / "own_state.py"
+    file.write_text(STATE)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flush", "whether subnormal numbers are kept (True before, False after)"),
+        ("rounding", "whether the processor rounds to nearest even (True before, False after)"),
+        ("dtype", "torch's default dtype (torch.float32 before, torch.float64 after)"),
+        ("threads", "torch's number of threads ("),
+        ("gradients", "whether torch records gradients"),
+        ("precision", "torch's float32 matmul precision (highest before, medium after)"),
+        ("device", "torch's default device (cpu before, meta after)"),
+        ("errors", "NumPy's handling of floating-point errors"),
+        ("folder", "the working directory"),
+    ],
+)
+def test_a_kernel_that_changes_how_others_compute_is_refused(
+    state: str, capsys: Capture, name: str, words: str
+) -> None:
+    before = GlobalState()
+    assert call(f"{state}:{name}", "--region", "residual_add") == 1
+    out = capsys.readouterr().out
+    assert f"it changes {words}" in out and "needs that as it was" in out
+    assert not before.restored()
+
+
+def test_a_file_that_changes_it_is_refused_when_it_is_imported(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "own_import.py"
+    file.write_text("import torch\ntorch.set_default_dtype(torch.float64)\ndef add(a, b):\n    return a + b\n")
+    before = GlobalState()
+    assert call(f"{file}:add", "--region", "residual_add") == 1
+    assert "own_import.py changes torch's default dtype" in capsys.readouterr().err
+    assert not before.restored()
+
+
+def test_reveal_does_not_let_it_pass_either(state: str, capsys: Capture) -> None:
+    before = GlobalState()
+    assert invoke(["reveal", f"{state}:total", "--n", "8"]) == 1
+    assert "own_state.py:total changes whether subnormal numbers are kept" in capsys.readouterr().err
+    assert not before.restored()
+
+
+OBJECTS = """
+import functools
+
+
+class Adder:
+    def __call__(self, stream, branch):
+        return stream + branch
+
+
+class Late:
+    def __call__(self, stream, branch):
+        return stream + branch + 0.0
+
+
+def three(_, stream, branch):
+    return stream + branch
+
+
+adder, late, part = Adder(), Late(), functools.partial(three, 1)
+made = {}
+exec("class Made:\\n    def __call__(self, a, b):\\n        return a + b\\n", made)
+made = made["Made"]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("adder", 0, "admitted: user.own_objects.py:adder computes residual_add"),
+        ("part", 0, "admitted: user.own_objects.py:part computes residual_add"),
+        ("late", 1, "refused: user.own_objects.py:late is not residual_add"),
+        ("made", 2, "Made'> cannot be found"),
+    ],
+)
+def test_an_object_that_is_called_is_named_without_its_address(
+    tmp_path: Path, capsys: Capture, name: str, code: int, words: str
+) -> None:
+    file = tmp_path / "own_objects.py"
+    file.write_text(OBJECTS)
+    assert call(f"{file}:{name}", "--region", "residual_add") == code
+    captured = capsys.readouterr()
+    assert words in captured.out + captured.err and " at 0x" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("region", "preset", "words"),
+    [
+        ("qkv_proj", None, "none: this model's projections have no bias, so that the function was called without one"),
+        (
+            "qkv_proj",
+            "tiny-qwen2",
+            "the model's q, k and v have one each: the function was called as f(x, weight, bias)",
+        ),
+        ("o_proj", "tiny-qwen2", "none: o_proj has no bias in any model here"),
+    ],
+)
+def test_the_output_says_whether_there_is_a_bias(
+    tmp_path: Path, capsys: Capture, region: str, preset: str | None, words: str
+) -> None:
+    """A function that adds a bias is right where there is none: that must not pass for one that adds it rightly."""
+    file = tmp_path / "own_bias.py"
+    file.write_text("def f(x, weight, bias=None):\n    return (x @ weight.T + (0 if bias is None else bias))[1:]\n")
+    options: list[object] = []
+    if preset is not None:
+        pipeline = tmp_path / "pipeline.yaml"
+        pipeline.write_text(text().replace("tiny-qwen3", preset))
+        options = ["--pipeline", pipeline]
+    assert call(f"{file}:f", "--region", region, *options) == 1
+    assert f"bias:     {words}" in capsys.readouterr().out
+    assert call(f"{file}:f", "--region", region, *options, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["bias"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["admit", "{own}:add", "--region", "residual_ad"], "residual_add"),
+        (["admit", "{own}:ad", "--region", "residual_add"], "add"),
+        (["admit", "{own}:add", "--region", "residual_add", "--profile", "hoper"], "hopper"),
+        (["admit", "{own}:add", "--region", "residual_add", "--dtype", "bfloat"], "bfloat16"),
+        (["verify", "device", "--on", "cpu", "--region", "rms_nrm"], "rms_norm"),
+        (["verify", "device", "--profile", "portabel"], "portable"),
+        (["reveal", "torch.summ", "--n", "8"], "sum"),
+        (["reveal", "torch.sum", "--n", "8", "--against", "rms_nrm", "--pipeline", "{pipeline}"], "rms_norm"),
+        (["reveal", "torch.sum", "--n", "8", "--against", "rms_norm", "--pipeline", "{pipeline}", "--case",
+          "trainer_forwrd"], "trainer_forward"),
+        (["contract", "show", "{pipeline}", "--case", "trainer_forwrd"], "trainer_forward"),
+        (["contract", "show", "{pipeline}", "--region", "atention"], "attention"),
+    ],
+)  # fmt: skip
+def test_the_nearest_name_is_suggested(
+    own: str, tmp_path: Path, capsys: Capture, arguments: list[str], near: str
+) -> None:
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(text())
+    assert invoke([item.format(own=own, pipeline=pipeline) for item in arguments]) == 2
+    assert f"(did you mean '{near}'?)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vime.cli.options import json_option
+from vime.cli.options import NamedChoice, json_option
 from vime.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ FORWARD, BACKWARD = "trainer_forward", "trainer_backward"
 @click.option("--region", metavar="REGION", help="What the function computes, as in 'rms_norm'.")
 @click.option("--backward", is_flag=True, help="The function is the region's gradient.")
 @click.option("--profile", help="Of the contract: portable, hopper, cdna3.  [default: that of --pipeline, or portable]")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: that of --pipeline, or float32]")
+@click.option("--dtype", type=NamedChoice(["float32", "bfloat16"]), help="[default: that of --pipeline, or float32]")
 @click.option("--takes", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="Of torch tensors, as in 'cuda'.")
 @click.option("--pipeline", type=click.Path(dir_okay=False), metavar="FILE", help="Take the contract from a pipeline.")
@@ -126,19 +126,35 @@ def _admit_function(
     try:
         certificate = admit_candidate(candidate, region, case, contract, target, budget)
     except AdmissionRefused as refused:
-        _print_refusal(refused, call, as_json)
+        _print_refusal(refused, call, as_json, _bias(region, contract))
         return 1
     if folder is not None:
         write_certificates([certificate], Path(folder))
-    _print_admission(certificate, as_json)
+    _print_admission(certificate, as_json, _bias(region, contract))
     if folder is not None and not as_json:
         click.echo(f"  kept in:  {folder}")
     return 0
 
 
-def _print_admission(certificate: Certificate, as_json: bool) -> None:
+def _bias(region: str, contract: Contract) -> str | None:
+    """What the contract's model has of a bias, for a region that is a projection."""
+    from rlkernel.verify.admission.user import LINEAR
+
+    if region not in LINEAR:
+        return None
+    if region != "qkv_proj":
+        return f"none: {region} has no bias in any model here, so that the function was called without one"
+    if contract.config.qkv_bias:
+        return "the model's q, k and v have one each: the function was called as f(x, weight, bias)"
+    return (
+        "none: this model's projections have no bias, so that the function was called without one; --pipeline compares "
+        "with a model that has one (qwen2)"
+    )
+
+
+def _print_admission(certificate: Certificate, as_json: bool, bias: str | None = None) -> None:
     if as_json:
-        click.echo(json.dumps({"event": "admitted", "certificate": certificate.as_json()}))
+        click.echo(json.dumps({"event": "admitted", "bias": bias, "certificate": certificate.as_json()}))
         return
     click.echo(
         f"admitted: {certificate.implementation} computes {certificate.region} of profile {certificate.profile}, "
@@ -148,14 +164,18 @@ def _print_admission(certificate: Certificate, as_json: bool) -> None:
         click.echo(f"  equal:    {link.left} = {link.right} on {link.outputs:,} outputs, none differs")
     click.echo(f"  shapes:   {', '.join(certificate.shape_classes)}")
     click.echo(f"  values:   {', '.join(certificate.hazards)}")
+    if bias is not None:
+        click.echo(f"  bias:     {bias}")
 
 
-def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
+def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool, bias: str | None = None) -> None:
     report = refused.report
     if as_json:
-        click.echo(json.dumps({"event": "refused", **report}))
+        click.echo(json.dumps({"event": "refused", "bias": bias, **report}))
         return
     click.echo(f"refused: {report['implementation']} is not {report['region']} of this contract")
+    if bias is not None:
+        click.echo(f"  bias:     {bias}")
     if "difference" not in report:
         click.echo(f"  where:    {report['case']}: {report['problem']}")
         click.echo(f"  failure:  {report['failure']}")
@@ -171,7 +191,8 @@ def _print_refusal(refused: AdmissionRefused, call: str, as_json: bool) -> None:
         f"{difference['expected']}; {difference['differing']:,} of {difference['compared']:,} outputs differ"
     )
     certainty = "" if explanation["certain"] or explanation["point"] is None else " (probably)"
-    click.echo(f"  point:    {explanation['point'] or 'none found'}{certainty}: {explanation['sentence']}")
+    none = "none" if explanation["certain"] else "none found"
+    click.echo(f"  point:    {explanation['point'] or none}{certainty}: {explanation['sentence']}")
     for other in explanation["alternatives"]:
         click.echo(f"            or {other}")
 

@@ -98,16 +98,19 @@ def reveal(
 
 
 def _entry(region: str, pipeline: str, overrides: tuple[str, ...], case: str | None, n: int) -> SixPoints:
+    from rlkernel.names import hint
     from rlkernel.verify.discovery.expected import domain_size, expected_order
     from vime.cli.contract import read_pipeline_contract
 
     contract: Contract = read_pipeline_contract(pipeline, overrides)
     regions = sorted({name for _, name in contract.entries})
     if region not in regions:
-        raise InputError(f"the contract of {pipeline} has no region {region!r}; it has {', '.join(regions)}")
+        raise InputError(
+            f"the contract of {pipeline} has no region {region!r}; it has {', '.join(regions)}{hint(region, regions)}"
+        )
     entries = {key: points for (key, name), points in contract.entries.items() if name == region}
     if case is not None and case not in entries:
-        raise InputError(f"region {region!r} has no case {case!r}; it has {', '.join(entries)}")
+        raise InputError(f"region {region!r} has no case {case!r}; it has {', '.join(entries)}{hint(case, entries)}")
     chosen = [entries[case]] if case is not None else list(entries.values())
     if any(points != chosen[0] for points in chosen):
         raise InputError(
@@ -178,9 +181,10 @@ def _print(
         if order.arithmetic.products:
             click.echo(f"  products    {order.arithmetic.products_in_words(order.tree)}")
         equal = order.checked - order.differing
+        elsewhere = f"; {order.elsewhere:,} more at other magnitudes" if order.elsewhere and not order.parts else ""
         click.echo(
-            f"  proof       {equal:,} of {order.checked:,} outputs of random inputs have the executed tree's bits; "
-            f"subnormals {order.subnormals}"
+            f"  proof       {equal:,} of {order.checked:,} outputs of random inputs have the executed tree's bits"
+            f"{elsewhere}; subnormals {order.subnormals}"
         )
         if compared is not None:
             lines = compared[k] or [f"follows the entry of {against}"]
@@ -216,6 +220,8 @@ def _json(
                 "products": arithmetic.products_in_words(order.tree),
                 "checked": order.checked,
                 "differing": order.differing,
+                "elsewhere": order.elsewhere,
+                "parts": order.parts,
                 "subnormals": order.subnormals,
                 **({"against": against, "differences": compared[k]} if compared is not None else {}),
             }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vime.cli.options import json_option
+from vime.cli.options import NamedChoice, json_option
 from vime.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def verify() -> None:
 
 
 @verify.command()
-@click.option("--profile", type=click.Choice(PROFILE_NAMES), help="One profile; all that the device has without it.")
+@click.option("--profile", type=NamedChoice(PROFILE_NAMES), help="One profile; all that the device has without it.")
 @click.option("--on", "target", type=click.Choice(["cpu", "gpu"]), help="The GPU where there is one, or else the CPU.")
 @click.option("--region", "regions", multiple=True, metavar="NAME", help="One region, may be repeated; all without it.")
 @json_option
@@ -60,6 +60,7 @@ def device(profile: str | None, target: str | None, regions: tuple[str, ...], as
     """
     from rich.console import Console
 
+    from rlkernel.names import hint
     from rlkernel.verify.vectors.device import lines
     from rlkernel.verify.vectors.device import verify as run
     from rlkernel.verify.vectors.files import read_vectors
@@ -73,7 +74,9 @@ def device(profile: str | None, target: str | None, regions: tuple[str, ...], as
     known = sorted({vector.region for file in files for vector in file.vectors})
     for region in regions:
         if region not in known:
-            raise InputError(f"there are no vectors of region {region!r}; there are of {', '.join(known)}")
+            raise InputError(
+                f"there are no vectors of region {region!r}; there are of {', '.join(known)}{hint(region, known)}"
+            )
     clean = True
     for file in files:
         with Console(stderr=True).status(f"{file.profile} {file.dtype}") as shown:
@@ -90,7 +93,7 @@ def device(profile: str | None, target: str | None, regions: tuple[str, ...], as
 
 @verify.command()
 @click.option("--to", "folder", type=click.Path(file_okay=False), help="Where to write them; the package without it.")
-@click.option("--profile", type=click.Choice(PROFILE_NAMES), help="One profile; all without it.")
+@click.option("--profile", type=NamedChoice(PROFILE_NAMES), help="One profile; all without it.")
 def predict(folder: str | None, profile: str | None) -> int:
     """Interpret the vector models anew, and write the vectors.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlkernel.names import nearest_name as nearest_name
 from vime.errors import InputError
 
 
@@ -47,11 +47,3 @@ class PipelineError(InputError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
-
-
-def nearest_name(wrong: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to a wrong one, or None if none is close."""
-    names = list(valid)
-    folded = {name.casefold(): name for name in names}
-    matches = difflib.get_close_matches(wrong.casefold(), list(folded), n=1, cutoff=0.6)
-    return folded[matches[0]] if matches else None

@@ -26,14 +26,14 @@ from rlkernel.verify.admission.variations_regions import (
 )
 
 _FORWARD: dict[str, tuple[Variation, ...]] = {
-    **dict.fromkeys(("rms_norm", "final_norm", "qk_norm"), NORM),
-    **dict.fromkeys(("o_proj", "gate_up_proj", "down_proj", "qkv_proj"), LINEAR),
+    **dict.fromkeys(("rms_norm", "final_norm", "qk_norm"), NORM + ELEMENTWISE),
+    **dict.fromkeys(("o_proj", "gate_up_proj", "down_proj", "qkv_proj"), LINEAR + ELEMENTWISE),
     "embedding": ELEMENTWISE,
     "residual_add": ELEMENTWISE,
     "rope": ROPE + ELEMENTWISE,
     "swiglu": SWIGLU + ELEMENTWISE,
-    "attention": ATTENTION,
-    "logprob": HEAD,
+    "attention": ATTENTION + ELEMENTWISE,
+    "logprob": HEAD + ELEMENTWISE,
     "adamw": ADAMW,
     "gradient_norm": GRADIENT_NORM,
     "loss": LOSS,

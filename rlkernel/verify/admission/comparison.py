@@ -11,7 +11,7 @@ import numpy as np
 from rlkernel.contract.build import Contract
 from rlkernel.errors import ContractError
 from rlkernel.kernels.cpu.threads import Workers
-from rlkernel.verify.admission.bits import Difference, Results, compare
+from rlkernel.verify.admission.bits import Difference, Results, compare, differing_elements
 from rlkernel.verify.admission.budget import Budget
 from rlkernel.verify.admission.certificate import BACKWARD, AdmissionRefused
 from rlkernel.verify.admission.classes import ALONE, VIEWS, VIEWS_REFUSED
@@ -20,12 +20,13 @@ from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.explain import Evidence, Explanation, explain
 from rlkernel.verify.admission.generate import problems_of
 from rlkernel.verify.admission.generate_linear import long_problem
-from rlkernel.verify.admission.influence import dependency_difference, right_on_exact_sums
+from rlkernel.verify.admission.influence import dependency_difference, nan_leak, right_on_exact_sums
 from rlkernel.verify.admission.plan import Plan
 from rlkernel.verify.admission.problem import Problem
 from rlkernel.verify.admission.step import STEP_REGIONS, ReferenceStep, StepProblem, step_problems
 
 OTHERWISE = "the same inputs gave the contract's bits at the first call and others at a later one"
+_CALLS = 8  # how often a candidate that gave other bits is called again on the same input
 
 
 class Comparison:
@@ -183,7 +184,9 @@ class Comparison:
                 self.shape_classes.add(ALONE)
                 if difference is None:
                     continue
-                explanation = Explanation("dependency", "a row's bits depend on the other rows of its batch", True)
+                explanation = self._unsteady(problem, case) or self._unsteady(part, case)
+                if explanation is None:
+                    explanation = Explanation("dependency", "a row's bits depend on the other rows of its batch", True)
                 self._refuse_with(part, case, difference, explanation, f"row {row} without its neighbours")
 
     def _compare_views(self, problem: Problem, want: Results, cases: tuple[str, ...]) -> None:
@@ -203,14 +206,33 @@ class Comparison:
         self.shape_classes.add(VIEWS)
         if difference is not None:
             sentence = "strides of the inputs are ignored or enter the arithmetic"
-            self._refuse_with(
-                views, cases[0], difference, Explanation("dependency", sentence, True), "inputs that are not contiguous"
-            )
+            explanation = self._unsteady(views, cases[0]) or Explanation("dependency", sentence, True)
+            self._refuse_with(views, cases[0], difference, explanation, "inputs that are not contiguous")
+
+    def _unsteady(self, problem: Any, case: str) -> Explanation | None:
+        """That calls on the same input differ: no point of the contract explains such bits."""
+        try:
+            first = self._run(self._candidate, problem, case)
+            for call in range(_CALLS):
+                count = differing_elements(first, self._run(self._candidate, problem, case))
+                if count:
+                    size = sum(value.size for value in first.values())
+                    return Explanation(
+                        None,
+                        f"it is not deterministic: {count:,} of {size:,} outputs differ between call 1 and call "
+                        f"{call + 2} on the same input",
+                        True,
+                    )
+        except Exception:  # it fails there for another reason
+            return None
+        return None
 
     def _refuse(self, reference: Any, problem: Any, case: str, difference: Difference, problems: list[Any]) -> None:
         """Look at the other problems too, explain, and refuse."""
         if difference.misshapen:
             raise self._misshapen(problem, case, difference)
+        if (unsteady := self._unsteady(problem, case)) is not None:
+            self._refuse_with(problem, case, difference, unsteady, "")
         seen = list(self._seen)
         for other in problems[problems.index(problem) + 1 :]:
             if getattr(other, "bulk", False):
@@ -227,9 +249,8 @@ class Comparison:
         def probe(one: Any) -> str | None:
             if not isinstance(one, Problem):
                 return None
-            return dependency_difference(
-                lambda p: run(self._candidate, p), lambda p: run(reference, p), one, self._bf16
-            )
+            sides = (lambda p: run(self._candidate, p), lambda p: run(reference, p))
+            return dependency_difference(*sides, one, self._bf16) or nan_leak(*sides, one)
 
         def exact_sums(one: Any) -> bool | None:
             if not isinstance(one, Problem):

@@ -11,6 +11,8 @@ from rlkernel.contract.build import Contract
 from rlkernel.errors import RlkernelError
 from rlkernel.verify.admission.bits import Results, differing_elements
 from rlkernel.verify.admission.catalogue import variations_for
+from rlkernel.verify.admission.fitting import fitted_variations
+from rlkernel.verify.admission.symptoms import is_coarse, is_fine, normal_size, special_values
 from rlkernel.verify.admission.variants import Variation, varied_operation
 
 _SMALL = 4000  # cost of a problem that is tried first
@@ -128,7 +130,7 @@ def explain(
                 return Explanation("dependency", sentence, True)
     trials: list[_Trial] = []
     until = time.process_time() + limit_seconds
-    for variation in variations_for(region, case):
+    for variation in (*variations_for(region, case), *fitted_variations(contract, region, case, cases)):
         if time.process_time() > until:
             break
         try:
@@ -149,15 +151,32 @@ def explain(
         exact = [v for v in exact if _try(run, varied_operation(contract, region, case, v), others)[0] == 0] or exact
     if exact:
         return _exact(exact)
+    if (sentence := special_values(cases)) is not None:
+        return Explanation("primitives", sentence, True)
     found = _nearest(trials, chosen)
-    if found.point is None and exact_sums is not None and exact_sums(chosen[0].problem):
+    return found if found.point is not None else _by_size(cases, chosen, exact_sums) or found
+
+
+def _by_size(
+    cases: Sequence[Evidence], chosen: Sequence[Evidence], exact_sums: Callable[[Any], bool | None] | None
+) -> Explanation | None:
+    """What the size of the differences in rows of normal values tells, where no variation is near."""
+    size = normal_size(cases)
+    if is_coarse(size):
+        return Explanation(
+            "precision",
+            f"no single change that is known here gives these bits; half of the outputs that differ are off by "
+            f"{size:.1g} of their value or more, as where something is kept in a format narrower than float32",
+            False,
+        )
+    if is_fine(size) and exact_sums is not None and exact_sums(chosen[0].problem):
         return Explanation(
             "merge order",
             "its bits are right where sums are exact in any order, so that it adds in an order, or with cuts (split), "
             "that is none of those known here; `vime reveal` finds a sum's tree",
             False,
         )
-    return found
+    return None
 
 
 def _exact(exact: list[Variation]) -> Explanation:

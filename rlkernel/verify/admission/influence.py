@@ -70,6 +70,9 @@ def perturbed(problem: Problem, bf16: bool, offset: float = _OFFSETS[0]) -> Iter
         values = as_float32(tensor)
         if not values.size or not normal:
             continue
+        if values.ndim == 1:  # one element of a bias, or of a norm's weight, is too little of a row
+            tensors = {**problem.tensors, name: from_float32(_moved(values, bf16, offset), tensor.dtype)}
+            yield name, replace(problem, tensors=tensors)
         for place in _places(values.shape[-1]):
             changed = values.copy()
             changed[..., place] = _moved(values[..., place], bf16, offset)
@@ -106,7 +109,7 @@ def _poisoned(base: Results, changed: Results) -> dict[str, Array]:
 def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf16: bool) -> str | None:
     """The first input on which an output depends in one of the two only, as a sentence; None if there is none."""
     # chains from +0: what they continue may swallow small gradients whole, in one of the two only
-    problem = replace(problem, start={})
+    problem = _finite(replace(problem, start={}))
     try:
         base = interpreter(problem), candidate(problem)
     except Exception:  # the candidate fails here for another reason, which the caller reports
@@ -122,11 +125,60 @@ def dependency_difference(candidate: Run, interpreter: Run, problem: Problem, bf
             _, poisoned = next(islice(perturbed(problem, bf16, float("nan")), number, None))
             found = _not_only_rounded_away(found, base, interpreter(poisoned), candidate(poisoned))
         if found:
-            name, row, extra = min(found)
-            place = "an element" if row < 0 else f"row {row}"
-            if extra:
-                return f"{place} of {name} changes with {label}, on which it may not depend"
-            return f"{place} of {name} does not change with {label}, on which it has to depend"
+            return _sentence(found, label)
+    return None
+
+
+def _sentence(found: set[tuple[str, int, bool]], label: str) -> str:
+    """Which output misses the input, and which one has it though it may not."""
+
+    def place(name: str, row: int) -> str:
+        return f"{'an element' if row < 0 else f'row {row}'} of {name}"
+
+    missing = min((item for item in found if not item[2]), default=None)
+    extra = min((item for item in found if item[2]), default=None)
+    if missing is None:
+        assert extra is not None
+        return f"{place(*extra[:2])} changes with {label}, on which it may not depend"
+    words = f"{place(*missing[:2])} does not change with {label}, on which it has to depend"
+    return words if extra is None else f"{words}; {place(*extra[:2])} does, and may not"
+
+
+def _finite(problem: Problem) -> Problem:
+    """The problem with finite values: where NaN is already, no change of an input shows."""
+
+    def finite(values: Any) -> Any:
+        if values.dtype != np.float32 or np.isfinite(values).all():
+            return values
+        return np.where(np.isfinite(values), values, np.float32(1.5))
+
+    tensors = dict(problem.tensors)
+    for name in problem.region.weights:
+        values = as_float32(tensors[name])
+        if not np.isfinite(values).all():
+            tensors[name] = from_float32(finite(values), tensors[name].dtype)
+    inputs = tuple(finite(x) for x in problem.inputs)
+    return replace(problem, inputs=inputs, grads=tuple(finite(g) for g in problem.grads), tensors=tensors)
+
+
+def nan_leak(candidate: Run, interpreter: Run, problem: Problem) -> str | None:
+    """The first output that changes where NaN stands in an input that it may not depend on, as a sentence."""
+    problem = _finite(replace(problem, start={}))
+    try:
+        base = interpreter(problem), candidate(problem)
+        for label, inputs in _changed_arrays(problem.inputs, "input", False, True, float("nan")):
+            other = replace(problem, inputs=inputs)
+            want, have = interpreter(other), candidate(other)
+            for name, value in want.items():
+                if have[name].shape != value.shape or base[1][name].shape != value.shape:
+                    continue
+                kept = pattern(value) == pattern(base[0][name])
+                wrong = kept & (pattern(have[name]) != pattern(base[1][name]))
+                if wrong.any():
+                    place = ", ".join(str(int(i)) for i in np.argwhere(wrong)[0])
+                    return f"{name}[{place}] changes where {label} is NaN, on which it may not depend"
+    except Exception:  # the candidate fails here for another reason, which the caller reports
+        return None
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -15,13 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlkernel.errors import ContractError
+from rlkernel.errors import ContractError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.models.definition import Region
+from rlkernel.names import hint
 from rlkernel.ops.host import Host
 from rlkernel.ops.weights import DTYPES
 from rlkernel.verify.admission.conduct import Held, Misconduct, Untouched, called
 from rlkernel.verify.admission.sources import cpu_toolchain, files_of_function, torch_toolchain
+from rlkernel.verify.global_state import GlobalState, kept_state, sentence
 
 Library = Literal["torch", "numpy"]
 Array = NDArray[np.float32]
@@ -57,12 +61,17 @@ def signature(region: str, case: str) -> str:
     known = GRADIENTS if case == "trainer_backward" else SIGNATURES
     if region not in known:
         what = "gradient of a region" if case == "trainer_backward" else "region"
-        raise ContractError(f"there is no {what} {region!r} for functions; there is {', '.join(sorted(known))}")
+        raise ContractError(
+            f"there is no {what} {region!r} for functions; there is {', '.join(sorted(known))}{hint(region, known)}"
+        )
     return known[region]
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function ``package.module:function`` or ``FILE.py:function``. Raises ContractError where there is none."""
+    """The function ``package.module:function`` or ``FILE.py:function``.
+
+    Raises ContractError where there is none, and NumericsError where importing it changes how others compute.
+    """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise ContractError(f"{name!r} names no function; package.module:function or FILE.py:function does")
@@ -70,8 +79,9 @@ def find_function(name: str) -> Callable[..., Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # what lies beside the user's file is found, as `python FILE.py` would find it
     try:
-        module = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except ContractError:
+        with kept_state(f"importing {place}"):
+            module = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (ContractError, NumericsError):
         raise
     except KeyboardInterrupt:
         raise
@@ -79,8 +89,19 @@ def find_function(name: str) -> Callable[..., Any]:
         raise ContractError(f"importing {place} raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise ContractError(f"{place} has no function {attribute!r}")
+        names = [name for name, value in vars(module).items() if callable(value)]
+        raise ContractError(f"{place} has no function {attribute!r}{hint(attribute, names)}")
     return found  # type: ignore[no-any-return]
+
+
+def _source_files(function: Callable[..., Any]) -> tuple[Path, ...]:
+    """The files of a function; of an object that is called, those of its class. Raises ContractError."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    made = any(hasattr(function, name) for name in ("fn", "py_func"))  # by Triton or Numba, of a function
+    if inspect.isroutine(function) or inspect.isclass(function) or made:
+        return files_of_function(function)
+    return files_of_function(type(function))
 
 
 def _module_of(path: Path) -> Any:
@@ -132,7 +153,7 @@ class UserOp:
         place, _, attribute = name.rpartition(":")
         self.implementation = f"user.{Path(place).name}:{attribute}"
         self.device = device
-        self.source_files = files_of_function(function)
+        self.source_files = _source_files(function)
         self.toolchain = (*cpu_toolchain(), *torch_toolchain(device))
         self.compared = ("logprob",) if region == "logprob" and case != "trainer_backward" else None
         self._function, self._library, self._device, self._dtype = function, library, device, DTYPES[dtype]
@@ -186,6 +207,17 @@ class UserOp:
     def _called(self, arguments: tuple[Any, ...]) -> Any:
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
+        state = GlobalState()
+        try:
+            result = self._raising(arguments)
+        finally:
+            changed = state.restored()
+            torch.set_num_threads(before)
+        if changed:
+            raise Misconduct(sentence("it", changed))
+        return result
+
+    def _raising(self, arguments: tuple[Any, ...]) -> Any:
         try:
             return called(self._function, *arguments)
         except Misconduct:
@@ -194,8 +226,6 @@ class UserOp:
             if all(_contiguous(x) for x in arguments):
                 raise
             raise ContractError(f"inputs that are not contiguous are refused: {error}") from error
-        finally:
-            torch.set_num_threads(before)
 
     def forward(self, region: Region, inputs: Any, *rest: Any) -> Any:
         """A region's forward, or the head's (rows, targets, temperature, host)."""

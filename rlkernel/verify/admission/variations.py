@@ -12,127 +12,28 @@ from rlkernel.contract.points import Merge, RoundingSite, SixPoints
 from rlkernel.contract.profiles import EXP2, EXP2_P3
 from rlkernel.reference.arith import add, cast_bf16, mul, sub
 from rlkernel.reference.primitives import exp2_full, exp2_p3, log2_full
+from rlkernel.verify.admission.chains import (
+    LEAST_NORMAL,
+    cut,
+    descending,
+    float16_inputs,
+    flushed,
+    flushing,
+    fma_through_float64,
+    from_zero,
+    in_bf16,
+    in_float64,
+    narrow_inputs,
+    rounded_state,
+    strided,
+    tf32_inputs,
+    through_float64,
+    unfused,
+)
 from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
 
 Tensor = torch.Tensor
-ChainFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 _HALF_ULP_BF16 = 0x8000
-_LEAST_NORMAL = 2.0**-126
-
-
-def descending(chain: ChainFunction) -> ChainFunction:
-    """The chain from the last element to the first."""
-    return lambda a, b, start: chain(a.flip(-1), b.flip(-1), start)
-
-
-def cut(size: int) -> Callable[[ChainFunction], ChainFunction]:
-    """Pieces of the axis, each its own chain from +0, added ascending."""
-
-    def make(chain: ChainFunction) -> ChainFunction:
-        def pieces(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-            total = start
-            for first in range(0, a.shape[-1], size):
-                zero = torch.zeros_like(total)
-                part = chain(a[..., first : first + size], b[..., first : first + size], zero)
-                total = part if first == 0 and not bool((start != 0).any()) else total + part
-            return total
-
-        return pieces
-
-    return make
-
-
-def strided(lanes: int) -> Callable[[ChainFunction], ChainFunction]:
-    """Side-by-side chains over every ``lanes``-th element, merged pairwise."""
-
-    def make(chain: ChainFunction) -> ChainFunction:
-        def sums(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-            parts = [chain(a[..., i::lanes], b[..., i::lanes], torch.zeros_like(start)) for i in range(lanes)]
-            while len(parts) > 1:
-                parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
-            return parts[0] if not bool((start != 0).any()) else start + parts[0]
-
-        return sums
-
-    return make
-
-
-def from_zero(chain: ChainFunction) -> ChainFunction:
-    """A chain of its own, added to what it should have continued."""
-    return lambda a, b, start: start + chain(a, b, torch.zeros_like(start))
-
-
-def unfused(chain: ChainFunction) -> ChainFunction:
-    """Product and sum rounded apart."""
-
-    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-        total = start
-        for k in range(a.shape[-1]):
-            total = total + a[..., k].float() * b[..., k].float()
-        return total
-
-    return steps
-
-
-def fma_through_float64(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A product (exact) and a sum in float64, rounded to float32 afterwards: the sum is rounded twice."""
-    return (a.double() * b.double() + c.double()).to(torch.float32)
-
-
-def through_float64(chain: ChainFunction) -> ChainFunction:
-    """Every step of the chain rounded to float64, then to float32."""
-
-    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-        total = start
-        for k in range(a.shape[-1]):
-            total = fma_through_float64(a[..., k], b[..., k], total)
-        return total
-
-    return steps
-
-
-def in_float64(chain: ChainFunction) -> ChainFunction:
-    """Accumulated in float64, rounded at the end."""
-
-    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-        total = start.double()
-        for k in range(a.shape[-1]):
-            total = total + a[..., k].double() * b[..., k].double()
-        return total.to(torch.float32)
-
-    return steps
-
-
-def in_bf16(chain: ChainFunction) -> ChainFunction:
-    """The accumulator rounded to bfloat16 at every step."""
-
-    def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-        total = start
-        for k in range(a.shape[-1]):
-            total = cast_bf16(chain(a[..., k : k + 1], b[..., k : k + 1], total))
-        return total
-
-    return steps
-
-
-def narrow_inputs(chain: ChainFunction) -> ChainFunction:
-    """Operands rounded to bfloat16 first."""
-    return lambda a, b, start: chain(cast_bf16(a), cast_bf16(b), start)
-
-
-def rounded_state(size: int) -> Callable[[ChainFunction], ChainFunction]:
-    """The accumulator rounded to bfloat16 after every ``size`` elements."""
-
-    def make(chain: ChainFunction) -> ChainFunction:
-        def steps(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-            total = start
-            for first in range(0, a.shape[-1], size):
-                total = cast_bf16(chain(a[..., first : first + size], b[..., first : first + size], total))
-            return total
-
-        return steps
-
-    return make
 
 
 def linear_tree(_: Any) -> Callable[..., Tensor]:
@@ -221,14 +122,9 @@ def _named(**functions: Callable[..., Tensor]) -> Edit:
     )
 
 
-def flushed(x: Tensor) -> Tensor:
-    """Subnormals as zeros of their sign."""
-    return torch.where(x.abs() < _LEAST_NORMAL, torch.zeros_like(x).copysign(x), x) if x.is_floating_point() else x
-
-
 def flushed_to_plus(x: Tensor) -> Tensor:
     """Subnormals, and -0, as +0."""
-    return torch.where(x.abs() < _LEAST_NORMAL, torch.zeros_like(x), x)
+    return torch.where(x.abs() < LEAST_NORMAL, torch.zeros_like(x), x)
 
 
 def _flushing(operation: Any) -> Callable[..., Tensor]:
@@ -237,7 +133,7 @@ def _flushing(operation: Any) -> Callable[..., Tensor]:
 
 
 def _outputs(change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
-    return (Function("array", lambda array: lambda value: array(change(value)), ("regions",)),)
+    return (Function("array", lambda array: lambda value: array(change(value)), ("regions", "head")),)
 
 
 def exact_exp2(x: Tensor) -> Tensor:
@@ -350,6 +246,13 @@ _EMULATED = (
 _TREES = ("reductions", "attention", "head", "optimizer")
 _CASTS = ("attention", "regions", "optimizer")
 
+TF32 = (
+    ("nearest", "rounded to tf32 (11 bits)"),
+    ("away", "rounded to tf32 (11 bits, ties away from zero)"),
+    ("cut", "cut to tf32 (11 bits)"),
+)
+"""How operands become tf32: the mode, and what happens to them in words."""
+
 GENERIC: tuple[Variation, ...] = (
     Variation("merge order", "a chain in descending order", (Chain(descending),)),
     Variation("merge order", "leaves or lanes merged one after the other instead of in a tree", (Function("tree", linear_tree, _TREES),)),
@@ -365,6 +268,8 @@ GENERIC: tuple[Variation, ...] = (
     Variation("precision", "an accumulator in bfloat16", (Chain(in_bf16),)),
     *(Variation("precision", f"an accumulator that rests in bfloat16 every {n} elements", (Chain(rounded_state(n)),)) for n in (16, 32, 64, 128, 512)),
     Variation("precision", "operands rounded to bfloat16 before the products", (Chain(narrow_inputs),)),
+    *(Variation("precision", f"operands {what} before the products", (Chain(tf32_inputs(mode)),)) for mode, what in TF32),
+    Variation("precision", "operands rounded to float16 before the products", (Chain(float16_inputs),)),
     Variation("precision", "a merge of leaves in float64", (Function("tree", wide_tree, _TREES),)),
     Variation("precision", "leaves kept in bfloat16 before their merge", (Function("tree", narrow_tree, _TREES),)),
     Variation("rounding", "an output that is not rounded", entry=not_rounded("output")),
@@ -375,6 +280,7 @@ GENERIC: tuple[Variation, ...] = (
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in chains", (Chain(unfused),)),
     Variation("primitives", "products and sums that are rounded apart (no fused multiply-add) in formulas",
               (Function("fma32", lambda _: lambda a, b, c: add(mul(a, b), c), ("attention", "regions", "head", "optimizer")),)),
+    Variation("primitives", "chains whose every step flushes subnormal operands and sums to zero", (Chain(flushing),)),
     Variation("primitives", "a fused multiply-add through float64, which rounds twice", _EMULATED),
     Variation("primitives", "a fused multiply-add through float64, which rounds twice, in chains", (Chain(through_float64),)),
     Variation("primitives", "a product with the reciprocal instead of a division",
@@ -396,7 +302,7 @@ ELEMENTWISE: tuple[Variation, ...] = (
     Variation("primitives", "a result of -0 that becomes +0", _outputs(lambda x: torch.where(x == 0, torch.zeros_like(x), x))),
     Variation("primitives", "subnormal results that are flushed to zero", _outputs(flushed)),
     Variation("primitives", "subnormal results that are flushed to +0", _outputs(
-        lambda x: torch.where((x.abs() < _LEAST_NORMAL) & (x != 0), torch.zeros_like(x), x))),
+        lambda x: torch.where((x.abs() < LEAST_NORMAL) & (x != 0), torch.zeros_like(x), x))),
     Variation("primitives", "subnormal results, and -0, that become +0", _outputs(flushed_to_plus)),
     Variation("primitives", "subnormal operands that are flushed to zero", (Line("regions", _TENSOR, _FLUSHED_TENSOR),)),
     Variation("primitives", "subnormal operands and results that are flushed to zero", (Line("regions", _TENSOR, _FLUSHED_TENSOR), *_outputs(flushed))),

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from rlkernel.reference.arith import cast_bf16
 from rlkernel.reference.reductions import multiply_accumulate
 from rlkernel.reference.regions import continued
-from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
-from rlkernel.verify.admission.variations import (
+from rlkernel.verify.admission.chains import (
     cut,
     descending,
     from_zero,
     in_bf16,
     in_float64,
     narrow_inputs,
-    not_rounded,
     rounded_state,
+    tf32_inputs,
     unfused,
+)
+from rlkernel.verify.admission.variants import Chain, Edit, Function, Line, Variation
+from rlkernel.verify.admission.variations import (
+    TF32,
+    lane_count,
+    not_rounded,
 )
 
 _NORM = "return output(points, mul(mul(x, inverse[:, None]), weight[None, :])), inverse"
@@ -54,7 +62,24 @@ def _wide_row_sum(_: Any) -> Callable[..., Any]:
     return lambda points, a, b: (a.double() * b.double()).sum(-1).float()
 
 
+def _bf16_row_sum(_: Any) -> Callable[..., Any]:
+    def add_up(points: Any, a: Any, b: Any) -> Any:
+        total = torch.zeros_like(a[:, 0])
+        for k in range(a.shape[1]):
+            total = cast_bf16(total + a[:, k] * b[:, k])
+        return total
+
+    return add_up
+
+
+_SQUARES = f"squares = {_narrow('mul(x, x)')}; total = row_sum(points, squares, torch.ones_like(squares)); "
 NORM: tuple[Variation, ...] = (
+    Variation("merge order", "one chain over the row in descending order", (Chain(descending),), entry=lane_count(1)),
+    Variation("precision", "squares rounded to bfloat16 before they are added", _regions(_MEAN, _SQUARES + "mean = div(total, width)")),
+    Variation("precision", "squares rounded to bfloat16 before they are added, and their sum", _regions(_MEAN, _SQUARES + f"mean = div({_narrow('total')}, width)")),
+    Variation("precision", "a sum of squares that is kept in bfloat16", _regions(_MEAN, f"mean = div({_narrow('row_sum(points, x, x)')}, width)")),
+    Variation("precision", "squares added one after the other in bfloat16", (Function("row_sum", _bf16_row_sum, ("regions",)),)),
+    Variation("precision", "a mean that is kept in bfloat16", _regions(_MEAN, f"mean = {_narrow('div(row_sum(points, x, x), width)')}")),
     Variation("precision", "a sum over the row in float64", (Function("row_sum", _wide_row_sum, ("regions", "optimizer")),)),
     Variation("precision", "rows rounded to bfloat16 before their squares are added", _regions(_MEAN, f"mean = div(row_sum(points, {_narrow('x')}, {_narrow('x')}), width)")),
     Variation("primitives", "a product with 1/H instead of a division by H", _regions(_MEAN, "mean = mul(row_sum(points, x, x), div(torch.ones_like(width), width))")),
@@ -117,6 +142,7 @@ ROPE: tuple[Variation, ...] = (
 )  # fmt: skip
 
 LINEAR: tuple[Variation, ...] = (
+    Variation("dependency", "a projection without its bias", _regions(_PROJECTED, _PROJECTED.replace("bias=bias", "bias=None"))),
     Variation("rounding", "a bias that is added after the rounding", _regions(_PROJECTED, "y = output(points, matmul(points, x, self.interpreter.weight(host, name))); y = array(y if bias is None else output(points, add(y, bias)))")),
     Variation("merge order", "a chain that starts from the bias", _regions(_PROJECTED, "y = array(output(points, matmul(points, x, self.interpreter.weight(host, name)) if bias is None else chain(points, x[:, None, :], self.interpreter.weight(host, name)[None], bias.expand(len(x), -1).contiguous())))")),
 )  # fmt: skip
@@ -132,6 +158,7 @@ _CHAINS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         for n in (16, 64, 512)
     ),
     ("precision", "operands rounded to bfloat16 before the products", narrow_inputs),
+    *(("precision", f"operands {what} before the products", tf32_inputs(mode)) for mode, what in TF32),
     ("primitives", "products and sums that are rounded apart (no fused multiply-add)", unfused),
 )
 

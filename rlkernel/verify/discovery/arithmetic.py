@@ -49,6 +49,32 @@ class FusedAdder:
 
 
 @dataclass(frozen=True)
+class Flush:
+    """Which subnormal numbers become zero: operands, results (rounded products and sums), or outputs alone.
+
+    ``signed``: zeros keep the sign of what was flushed. ``started``: leaves that are added to the +0 that the
+    sum starts from, so that they are results, too.
+    """
+
+    operands: bool = False
+    results: bool = False
+    outputs: bool = False
+    signed: bool = True
+    started: frozenset[int] = field(default_factory=frozenset)
+
+    def describe(self) -> str:
+        """In words."""
+        what = [name for name in ("operands", "results", "outputs") if getattr(self, name)]
+        return f"{' and '.join(what)} are flushed to {'zero' if self.signed else '+0'}"
+
+    def apply(self, values: Array, form: Format) -> Array:
+        """The values with zeros where they are subnormal in the format."""
+        small = np.abs(values) < 2.0**form.smallest_exponent
+        zero = np.copysign(np.zeros_like(values), values) if self.signed else np.zeros_like(values)
+        return np.where(small, zero, values)
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """What besides the tree decides the bits.
 
@@ -56,7 +82,7 @@ class Arithmetic:
     ``operand_bits``: significand bits that are kept of every factor or summand, rounded by ``operand_mode``.
     ``fused``: leaves whose product enters its addition unrounded. ``starts_at_zero``: a +0 is added somewhere, so that
     a sum of -0 is +0 (None: it cannot be seen). ``initial``: the value of the last leaf, where there is a constant that
-    the reduction starts from.
+    the reduction starts from. ``flush``: which subnormal numbers become zero, if any.
     """
 
     inputs: str
@@ -70,6 +96,7 @@ class Arithmetic:
     initial: float | None = None
     adder: FusedAdder | None = None
     exceptions: tuple[tuple[int, str], ...] = ()
+    flush: Flush | None = None
 
     def describe(self) -> str:
         """One line of words."""
@@ -139,6 +166,12 @@ class _Execution:
             mode = arithmetic.operand_mode
             self._a = round_to_bits(self._a, narrow, bits.smallest_exponent, mode)
             self._b = None if self._b is None else round_to_bits(self._b, narrow, bits.smallest_exponent, mode)
+        flush = arithmetic.flush
+        if flush is not None and tree.fused:
+            raise ContractError("a fused adder that flushes subnormal numbers is not modelled")
+        if flush is not None and flush.operands:
+            self._a = flush.apply(self._a, bits)
+            self._b = None if self._b is None else flush.apply(self._b, bits)
         if tree.fused and "float64" in (arithmetic.accumulator, *(name for _, name in arithmetic.exceptions)):
             raise ContractError("a fused adder with a float64 accumulator is not modelled")
 
@@ -146,17 +179,28 @@ class _Execution:
         """The rounded summand."""
         if self._arithmetic.initial is not None and leaf == self._tree.leaves - 1:
             return self._accumulator.round(np.full(self._a.shape[1], self._arithmetic.initial))
-        return self._accumulator.round(self._a[leaf] if self._b is None else self._a[leaf] * self._b[leaf])
+        flush = self._arithmetic.flush
+        rounded = self._accumulator.round(self._a[leaf] if self._b is None else self._a[leaf] * self._b[leaf])
+        if flush is not None and leaf in flush.started:
+            return self._result(rounded + rounded.dtype.type(0.0), self._accumulator)
+        return rounded if self._b is None else self._result(rounded, self._accumulator)
+
+    def _result(self, values: Array, form: Format) -> Array:
+        flush = self._arithmetic.flush
+        return flush.apply(values, form) if flush is not None and flush.results else values
 
     def run(self) -> Array:
         tree = self._tree
         values: dict[int, Array] = {}
         for k, children in enumerate(tree.nodes):
-            values[tree.leaves + k] = self._node(children, values, self._exceptions.get(k, self._accumulator))
+            form = self._exceptions.get(k, self._accumulator)
+            values[tree.leaves + k] = self._result(self._node(children, values, form), form)
         total = values[tree.root] if tree.nodes else self._leaf(0)
-        if self._arithmetic.starts_at_zero:
+        output, flush = number_format(self._arithmetic.output), self._arithmetic.flush
+        if self._arithmetic.starts_at_zero and not (flush is not None and flush.started):
             total = total + total.dtype.type(0.0)
-        return number_format(self._arithmetic.output).round(np.asarray(total, dtype=np.float64))
+        rounded = output.round(np.asarray(total, dtype=np.float64))
+        return flush.apply(rounded, output) if flush is not None and (flush.results or flush.outputs) else rounded
 
     def _node(self, children: tuple[int, ...], values: dict[int, Array], form: Format) -> Array:
         if len(children) > 2:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.errors import ContractError
+from rlkernel.names import hint
 from rlkernel.verify.discovery.kernels import KERNELS, kernel_target
 from rlkernel.verify.discovery.targets import Target, function_target
+from rlkernel.verify.global_state import kept_state
 
 _LIBRARIES = ("torch", "numpy")
 _LAST_AXIS = {"torch": "dim", "numpy": "axis"}
@@ -67,6 +69,8 @@ def find_target(
     if parts != 1:
         raise ContractError(f"parts are an option of this package's kernels ({', '.join(KERNELS)}), not of {name}")
     function = _find(name)
+    if ":" in name:
+        function = _kept(function, name)
     own = name.split(".")[0] if ":" not in name else ""
     if own in _LIBRARIES:
         if library not in (None, own):
@@ -88,6 +92,16 @@ def find_target(
     return function_target(function, name, n=n, rows=rows, columns=columns, transposed=name in _LINEAR, **given)
 
 
+def _kept(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A user's function that may not change how others compute: the revealed tree is executed in the same thread."""
+
+    def called(*arguments: Any) -> Any:
+        with kept_state(name):
+            return function(*arguments)
+
+    return called
+
+
 def _find(name: str) -> Callable[..., Any]:
     place, colon, attribute = name.rpartition(":")
     if not colon:
@@ -97,11 +111,13 @@ def _find(name: str) -> Callable[..., Any]:
                 f"for your own, or one of {', '.join(KERNELS)}"
             )
         place, _, attribute = name.rpartition(".")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
+    with kept_state(f"importing {place}"):
+        module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "has no" if function is None else "has no function"
-        raise ContractError(f"{place} {what} {attribute!r}")
+        names = [other for other, value in vars(module).items() if callable(value)]
+        raise ContractError(f"{place} {what} {attribute!r}{hint(attribute, names)}")
     return function  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from rlkernel.verify.discovery.targets import Target
 def draw(target: Target, count: int, rng: np.random.Generator) -> Array:
     """``count`` random vectors as carriers [count, n]: normal, spread, cancelling and near values in turn."""
     n = target.n
-    wide = 4.0 if target.dtype == "float16" else 12.0
+    wide = 4.0 if target.range_format.name == "float16" else 12.0
     kinds = (np.arange(count) + int(rng.integers(4))) % 4
     normal = rng.standard_normal((count, n))
     spread = np.ldexp(rng.uniform(1, 2, (count, n)), rng.integers(-int(wide), int(wide) + 1, (count, n)))
@@ -26,11 +26,7 @@ def draw(target: Target, count: int, rng: np.random.Generator) -> Array:
     return target.input_format.round(values)
 
 
-def draw_tiny(target: Target, count: int, rng: np.random.Generator) -> Array:
-    """``count`` vectors [count, n] whose sums (or products) lie around the accumulator's smallest normal number."""
-    form = target.input_format
-    exponent = -126 if form.name != "float16" else form.smallest_exponent
-    if target.operands == 2:
-        exponent //= 2
-    values = rng.standard_normal((count, target.n))
-    return form.round(np.ldexp(values, rng.integers(exponent - 3, exponent + 1, (count, target.n))))
+def draw_around(target: Target, count: int, rng: np.random.Generator, exponents: Array) -> Array:
+    """``count`` normal vectors [count, n] times 2^exponents; ``exponents`` broadcasts to that shape."""
+    values = np.ldexp(rng.standard_normal((count, target.n)), np.broadcast_to(exponents, (count, target.n)))
+    return target.input_format.round(np.abs(values) if target.positive else values)

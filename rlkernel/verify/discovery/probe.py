@@ -107,7 +107,7 @@ class Masks:
     def __init__(
         self, prober: Prober, countable: int, initial: float = 0.0, *, scale: float = 1.0, flipped: bool = False
     ) -> None:
-        form = prober.target.input_format
+        form = prober.target.range_format
         self._prober, self._initial = prober, initial
         self._mask = form.mask * scale * (-1.0 if flipped else 1.0)
         self._unit = form.unit * scale * (-1.0 if flipped else 1.0)
@@ -141,6 +141,13 @@ class Masks:
             bad = ~(np.abs(counts[k] - whole[k]) <= tolerance)
             if bad.any():
                 where = "the initial value" if i == INITIAL else f"{masks[k]:g} at input {i}"
+                if not np.isfinite(found[k][bad]).all():
+                    raise NotASummation(
+                        f"{self._prober.target.name} does not give a finite number with {where}, {-masks[k]:g} at "
+                        f"input {j} and {units[k]:g} elsewhere, all of which {self._prober.target.dtype} holds: it "
+                        "computes in a narrower format. Where that is its input's or output's, name it with --dtype or "
+                        "--output, as in --dtype float16"
+                    )
                 raise NotASummation(
                     f"{self._prober.target.name} is not a sum that a tree describes: with {where}, {-masks[k]:g} at "
                     f"input {j} and {units[k]:g} elsewhere it gives {float(found[k][bad][0])!r}, which is no whole "

@@ -10,23 +10,23 @@ import numpy.typing as npt
 
 from rlkernel.verify.discovery.arithmetic import Arithmetic, execute
 from rlkernel.verify.discovery.formats import Array, bits_of
-from rlkernel.verify.discovery.inputs import draw, draw_tiny
+from rlkernel.verify.discovery.inputs import draw
 from rlkernel.verify.discovery.targets import Target, Trial
 from rlkernel.verify.discovery.tree import Tree
 
 _OUTPUTS_A_CALL = 512
 _OUTPUTS_A_BATCH = 2048
-_TINY_VECTORS = 32
 
 
 @dataclass(frozen=True)
 class Order:
     """The order of some outputs of one call: all of them, mostly.
 
-    ``checked`` outputs were compared with the executed tree, ``differing`` of them had other bits. Where some of a call
-    did, it was made once more on the same input: ``unstable`` of its outputs then had other bits than before.
-    ``subnormals``: whether sums around the smallest normal number had the tree's bits too: ``kept``, ``not kept``,
-    ``not checked``.
+    ``checked`` outputs of inputs around 1 were compared with the executed tree, ``differing`` of them had other bits.
+    Where some of a call did, it was made once more on the same input: ``unstable`` of its outputs then had other bits
+    than before. ``elsewhere`` outputs were compared at other magnitudes; ``parts``: at which of these the tree does not
+    hold (empty: at none). ``subnormals``: what sums around the smallest normal number have: ``kept``, ``not kept (what
+    is flushed)``, which was executed and compared, ``not reproduced``, or ``not checked``.
     """
 
     where: str
@@ -37,70 +37,71 @@ class Order:
     differing: int = 0
     subnormals: str = "not checked"
     unstable: int = 0
+    elsewhere: int = 0
+    parts: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the executed tree had the bits of every output that was compared."""
+        return not self.differing and not self.unstable and not self.parts
 
 
 def check(
     target: Target, orders: list[Order], labels: npt.NDArray[np.int64], vectors: int, rng: np.random.Generator
 ) -> tuple[list[Order], int]:
-    """Compare the executed trees with the target on random inputs; returns the orders with their counts."""
+    """Compare the executed trees with the target on random inputs around 1; returns the orders with their counts."""
     calls = max(4, -(-vectors // target.rows))
-    counts = _compare(target, orders, labels, calls, lambda count: draw(target, count, rng), rng)
-    tiny = [_Counts()] * len(orders)
-    if not (target.positive or target.dtype == "float64" or any(order.tree.fused for order in orders)):
-        tiny = _compare(
-            target, orders, labels, -(-_TINY_VECTORS // target.rows), lambda count: draw_tiny(target, count, rng), rng
-        )
-    result = []
-    for order, usual, small in zip(orders, counts, tiny, strict=True):
-        subnormals = "not checked" if not small.checked else "not kept" if small.differing else "kept"
-        result.append(
-            replace(
-                order,
-                checked=usual.checked,
-                differing=usual.differing,
-                subnormals=subnormals,
-                unstable=usual.unstable,
-            )
-        )
-    return result, calls * target.rows
+    counts = compare(target, orders, labels, calls, lambda count: draw(target, count, rng), rng)
+    return [
+        replace(order, checked=one.checked, differing=one.differing, unstable=one.unstable)
+        for order, one in zip(orders, counts, strict=True)
+    ], calls * target.rows
 
 
 @dataclass(frozen=True)
-class _Counts:
+class Counts:
     """Of one order: outputs compared, those that differ, and those that differ between two calls on the same input."""
 
     checked: int = 0
     differing: int = 0
     unstable: int = 0
 
-    def __add__(self, other: _Counts) -> _Counts:
-        return _Counts(self.checked + other.checked, self.differing + other.differing, self.unstable + other.unstable)
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.checked + other.checked, self.differing + other.differing, self.unstable + other.unstable)
 
 
-def _compare(
+def compare(
     target: Target,
     orders: list[Order],
     labels: npt.NDArray[np.int64],
     calls: int,
     vectors: Callable[[int], Array],
     rng: np.random.Generator,
-) -> list[_Counts]:
+) -> list[Counts]:
     """What was counted of every order, over so many calls with random operands."""
-    counts = [_Counts()] * len(orders)
-    waiting: list[_Seen] = []
+    counts = [Counts()] * len(orders)
+    waiting: list[Seen] = []
     for call in range(calls):
-        trial = target.trial(vectors)
-        waiting.append(_Seen(trial, target.outputs(trial), *_places(labels, rng)))
+        waiting.append(observe(target, labels, vectors, rng))
         if sum(seen.rows.size for seen in waiting) < _OUTPUTS_A_BATCH and call < calls - 1:
             continue
         for label, order in enumerate(orders):
-            counts[label] += _differing(target, order, [seen.only(labels, label) for seen in waiting])
+            counts[label] += count(target, order, [seen.only(labels, label) for seen in waiting])
         waiting = []
     return counts
 
 
+def observe(
+    target: Target, labels: npt.NDArray[np.int64], vectors: Callable[[int], Array], rng: np.random.Generator
+) -> Seen:
+    """One call with random operands."""
+    trial = target.trial(vectors)
+    with np.errstate(all="ignore"):
+        return Seen(trial, target.outputs(trial), *_places(labels, rng))
+
+
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """Outputs of one call that are compared."""
 
     trial: Trial
@@ -108,7 +109,8 @@ class _Seen:
     rows: Array
     columns: Array
 
-    def only(self, labels: npt.NDArray[np.int64], label: int) -> _Seen:
+    def only(self, labels: npt.NDArray[np.int64], label: int) -> Seen:
+        """The outputs of one order alone."""
         chosen = labels[self.rows, self.columns] == label
         return replace(self, rows=self.rows[chosen], columns=self.columns[chosen])
 
@@ -125,12 +127,12 @@ def _places(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> tuple[Ar
     return rows, columns
 
 
-def _differing(target: Target, order: Order, batch: list[_Seen]) -> _Counts:
-    """What was counted of one order over these calls."""
+def count(target: Target, order: Order, batch: list[Seen], *, twice: bool = True) -> Counts:
+    """What was counted of one order over these calls; ``twice``: calls that differ are made once more."""
     operands = [target.operands_at(seen.trial, seen.rows, seen.columns) for seen in batch]
     a = np.concatenate([first for first, _ in operands])
     if not a.shape[0]:
-        return _Counts()
+        return Counts()
     b = None if operands[0][1] is None else np.concatenate([second for _, second in operands if second is not None])
     sums = execute(order.tree, order.arithmetic, a, b)
     place = wrong = unstable = 0
@@ -141,9 +143,10 @@ def _differing(target: Target, order: Order, batch: list[_Seen]) -> _Counts:
             expected = target.finish(own, seen.trial, seen.rows, seen.columns)
         given = bits_of(seen.outputs[seen.rows, seen.columns])
         here = int((bits_of(expected) != given).sum())
-        if here:
+        if here and twice:
             # an order that depends on the data gives these bits again; one that depends on nothing known does not
-            again = target.outputs(seen.trial)[seen.rows, seen.columns]
+            with np.errstate(all="ignore"):
+                again = target.outputs(seen.trial)[seen.rows, seen.columns]
             unstable += int((bits_of(again) != given).sum())
         wrong += here
-    return _Counts(place, wrong, unstable)
+    return Counts(place, wrong, unstable)

@@ -15,9 +15,11 @@ from rlkernel.verify.discovery.arithmetic import Arithmetic, unit_of
 from rlkernel.verify.discovery.details import find_arithmetic
 from rlkernel.verify.discovery.formats import Float64, bits_of
 from rlkernel.verify.discovery.inputs import draw
+from rlkernel.verify.discovery.magnitudes import check_magnitudes
 from rlkernel.verify.discovery.probe import Masks, NotASummation, Prober, Slots, Triples
 from rlkernel.verify.discovery.proof import Order, check
 from rlkernel.verify.discovery.search import reveal_tree
+from rlkernel.verify.discovery.sorting import sorted_sum
 from rlkernel.verify.discovery.targets import Target
 from rlkernel.verify.discovery.tree import Tree, leaf_ranges
 
@@ -75,15 +77,19 @@ def reveal(target: Target, *, vectors: int = 1000, seed: int = 0) -> Revelation:
         slots = _slots(labels == label)
         prober = Prober(target, slots)
         _require_all_inputs(prober, initial, rng)
-        tree, arithmetic = _order(prober, initial, rng)
+        try:
+            tree, arithmetic = _order(prober, initial, rng)
+        except NotASummation as error:
+            raise _sorting(target, rng) or error from error
         orders.append(Order(_where(labels == label), int((labels == label).sum()), tree, arithmetic))
         probers.append(prober)
     orders, used = check(target, orders, labels, vectors, rng)
     if any(order.differing and order.tree.fused for order in orders):
         orders, used = check(target, [_with_unit(target, order) for order in orders], labels, vectors, rng)
+    orders = check_magnitudes(target, orders, labels, rng)
     reason = ""
     for order, prober in zip(orders, probers, strict=True):
-        if order.differing and not reason:
+        if not order.holds and not reason:
             reason = _reason(order, prober, initial, rng)
     return Revelation(
         target.name,
@@ -98,6 +104,11 @@ def reveal(target: Target, *, vectors: int = 1000, seed: int = 0) -> Revelation:
         reason,
         _notes(target, rng),
     )
+
+
+def _sorting(target: Target, rng: np.random.Generator) -> NotASummation | None:
+    words = sorted_sum(target, rng)
+    return None if words is None else NotASummation(f"{target.name}: its order depends on the data: {words}")
 
 
 def _initial(target: Target) -> float:
@@ -217,6 +228,15 @@ def _require_all_inputs(prober: Prober, initial: float, rng: np.random.Generator
         raise NotASummation(
             f"{target.name}: inputs {names} do not reach the output; reveal the order of the others alone"
         )
+    if not initial:
+        turned = prober.sums_of([{leaf: -value} for leaf in range(target.n)])
+        same = np.flatnonzero((turned == left) & (left == value))
+        if same.size:
+            leaf = int(same[0])
+            raise NotASummation(
+                f"{target.name} is no plain sum: it adds absolute values; {-value:g} at input {leaf} and 0 elsewhere "
+                f"gives {float(turned[leaf])!r}, as {value:g} does ({same.size} of {target.n} inputs)"
+            )
     scaled = np.flatnonzero(np.abs(left - value) > 4 * abs(initial) + target.noise)
     if scaled.size:
         leaf = int(scaled[0])
@@ -273,6 +293,8 @@ def _tree(prober: Prober, initial: float, rng: np.random.Generator) -> Tree:
     countable = target.input_format.countable
     if target.output == "bfloat16" or not _counts_exactly(prober, countable, initial, rng):
         countable = min(countable, 128)
+    if target.range_format.name == "float16":
+        countable = min(countable, target.range_format.countable)
     if initial and target.input_format.bits < 24:
         countable = min(countable, 32)
     return reveal_tree(Masks(prober, countable, initial), target.n, target.name, rng, initial=bool(initial))
@@ -308,6 +330,13 @@ def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generat
             f"{target.name} is not deterministic: {order.unstable:,} outputs had other bits when it was called "
             "again on the same input; it has no fixed order"
         )
+    if order.parts:
+        return (
+            f"{target.name}: its order, or its arithmetic, depends on the magnitude of its inputs: around 1 the "
+            f"revealed tree gives its bits, and the first difference is at {order.parts}"
+        )
+    if (sorting := _sorting(target, rng)) is not None:
+        return str(sorting)
     undetermined = f"{target.name} is not deterministic: calls on the same input differ; it has no fixed order"
     trial = target.trial(lambda count: draw(target, count, rng))
     if len({bits_of(target.outputs(trial)).tobytes() for _ in range(_REPEATS)}) > 1:
@@ -326,6 +355,12 @@ def _reason(order: Order, prober: Prober, initial: float, rng: np.random.Generat
             ("signs of its inputs", lambda: Masks(prober, countable, flipped=True)),
             ("size of its inputs", lambda: Masks(prober, countable, scale=2.0**-4)),
         ]
+        if target.range_format.smallest_exponent <= -126:
+            # the masks themselves are large: an order that looks at the largest input is seen with smaller ones
+            variants += [
+                ("size of its inputs", lambda: Masks(prober, countable, scale=2.0**-60)),
+                ("size of its inputs", lambda: Masks(prober, countable, scale=2.0**-90)),
+            ]
         for what, make in variants:
             found, again = _sizes(make(), pairs), _sizes(make(), pairs)
             if found != again:

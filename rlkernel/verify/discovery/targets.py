@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlkernel.errors import ContractError
-from rlkernel.verify.discovery.formats import Array, Float64, Format, number_format
+from rlkernel.errors import ContractError, NumericsError
+from rlkernel.verify.discovery.formats import FORMATS, Array, Float64, Format, number_format
 
 Call = Callable[[Array, Array | None], Array]
 
@@ -65,17 +65,25 @@ class Target:
         """Format of the operands."""
         return number_format(self.dtype)
 
+    @property
+    def range_format(self) -> Format:
+        """Of operands and outputs, the format with the narrower range: what is probed must not leave it."""
+        return max(number_format(self.dtype), number_format(self.output), key=lambda form: form.smallest_exponent)
+
     def outputs(self, trial: Trial, *, displaced: bool = False) -> Array:
         """Carriers [rows, columns] of one call.
 
         Raises:
-            ContractError: the call raised, or returned another shape.
+            ContractError: the call raised, or returned another shape or dtype.
+            NumericsError: it changed how others compute.
         """
         try:
             call = self.displaced if displaced and self.displaced is not None else self.call
             result = np.asarray(call(trial.a, trial.b))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, NumericsError):
             raise
+        except _Unusable as error:
+            raise ContractError(f"{self.name} {error}") from None
         except BaseException as error:  # a user's function may raise anything, SystemExit too
             raise ContractError(f"{self.name} raised {type(error).__name__}: {error}") from error
         if result.size != self.rows * self.columns:
@@ -172,9 +180,9 @@ def function_target(
         def call(a: Array, b: Array | None) -> Array:
             first = convert(a if rows is not None else a[0], offset)
             if b is None:
-                return _carriers(function(first, **named))
+                return _carriers(function(first, **named), output or dtype)
             second = b[:, 0] if columns is None else b.T if transposed else b
-            return _carriers(function(first, convert(second, offset), **named))
+            return _carriers(function(first, convert(second, offset), **named), output or dtype)
 
         return call
 
@@ -214,10 +222,45 @@ def _torch_conversion(dtype: str, device: str) -> Conversion:
     return convert
 
 
-def _carriers(value: Any) -> Array:
+class _Unusable(Exception):
+    """What a function returned is no output; the message begins with a verb."""
+
+
+def _carriers(value: Any, output: str) -> Array:
+    """Carriers of what a function returned: an array or tensor of the output's dtype, or Python's own floats.
+
+    Nothing is rounded here: raises _Unusable for another dtype, and for floats that the output's format does not hold.
+    """
     if isinstance(value, torch.Tensor):
-        wide = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-        result: Array = wide.cpu().numpy()
-        return result
-    array = np.asarray(value)
-    return array.astype(np.float64 if array.dtype == np.float64 else np.float32)
+        given = str(value.dtype).removeprefix("torch.")
+        if given == output:
+            wide = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+            result: Array = wide.cpu().numpy()
+            return result
+    elif isinstance(value, (np.ndarray, np.generic)):
+        given = value.dtype.name
+        if given == output:
+            return np.asarray(value).astype(number_format(output).carrier)
+    else:
+        return _from_python(value, output)
+    if given in FORMATS:
+        raise _Unusable(f"returns {given} where {output} is expected; if that is meant, give --output {given}")
+    raise _Unusable(f"returns {given}; a sum of floating-point numbers returns {output}")
+
+
+def _from_python(value: Any, output: str) -> Array:
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if value is None:
+        raise _Unusable(f"returns None; its sum, {output}, is needed (does it lack a return?)")
+    for part in parts:
+        if isinstance(part, (torch.Tensor, np.ndarray, np.generic)):
+            continue
+        if type(part) is not float:
+            raise _Unusable(f"returns {type(part).__name__}; its sum, {output}, is needed")
+        rounded = float(number_format(output).round(np.array([part]))[0])
+        if rounded != part and part == part:
+            raise _Unusable(
+                f"returns {part!r}, which {output} does not hold; if Python's float64 is meant, give --output float64"
+            )
+    carrier = number_format(output).carrier
+    return np.array([p if type(p) is float else _carriers(p, output) for p in parts], dtype=carrier)
