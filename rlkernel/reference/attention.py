@@ -137,17 +137,27 @@ def _merge(points: SixPoints, parts: list[_Split]) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    points: SixPoints, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor
+    points: SixPoints,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse2: Tensor,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One KV group of one whole sequence: dout, q, out [n, G, D], k, v [n, D], lse2 [n, G] -> (dq [n, G, D],
     dk, dv).
+
+    ``positions`` [n]: of some rows alone, with k, v [L, D] of the sequence; then dq is theirs, and dk, dv [L, D] are
+    what these rows add.
     """
     if KEYS not in points.dependency.domain or QUERIES not in points.dependency.domain:
         raise ContractError(f"the attention gradient over {points.dependency.domain!r} is not defined")
     n, group = q.shape[0], q.shape[1]
     scale = torch.full((), bits_constant(points, "scale"), device=q.device)
     weights_exp2 = primitive(points.primitive("weights_exp2"))
-    mask = visible(points, torch.arange(n, device=q.device), n)
+    mask = visible(points, torch.arange(n, device=q.device) if positions is None else positions, len(k))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     narrow, narrow_p, narrow_s = points.rounds("output"), points.rounds("weights"), points.rounds("score gradients")
 

@@ -1,9 +1,11 @@
-"""The first-use check: the first call of every (region, case) in a process is confirmed on live operands.
+"""The first-use check: calls of every (region, case) in a process are confirmed on live operands.
 
 A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA chains
-by the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and
-both patterns; so is an implementation that writes to what it is given. On by default; it costs one call of each region
-and case a few rows.
+by the plain kernel, which admission compared with it): of the first call, and of every later one with more rows, or
+with longer sequences, by a quarter than any that was confirmed. So what goes wrong only beyond the sizes that admission
+compared is found when a run reaches them. A bit that differs is a NumericsError with region, case, row and both
+patterns; so is an implementation that writes to what it is given. On by default; the number of confirmed calls grows
+with the logarithm of the sizes.
 """
 
 from __future__ import annotations
@@ -39,6 +41,33 @@ Array = NDArray[np.float32]
 LINEAR = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
 ROWS = 3
 """Rows that are executed again."""
+GROWTH = 1.25
+"""How many times as large as any confirmed call the next one is."""
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of a call: its rows, and the keys of its longest sequence where a region reads keys."""
+
+    rows: int
+    keys: int = 0
+
+    @classmethod
+    def of(cls, kind: str, batch: Any) -> Extents:
+        """Of a batch of tokens with their positions."""
+        rows = len(batch.tokens)
+        if kind != "attention" or not rows:
+            return cls(rows)
+        last = getattr(batch, "last_position", None)  # known on the host where positions lie on a device
+        return cls(rows, int(np.max(batch.positions) if last is None else last) + 1)
+
+    def beyond(self, other: Extents) -> bool:
+        """Whether one of them is larger by GROWTH than the other's."""
+        return self.rows > GROWTH * other.rows or self.keys > GROWTH * other.keys
+
+    def joined(self, other: Extents) -> Extents:
+        """The larger ones."""
+        return Extents(max(self.rows, other.rows), max(self.keys, other.keys))
 
 
 @dataclass
@@ -73,13 +102,13 @@ class FirstUse:
 
     def __init__(self, contract: Contract, evidence: Evidence) -> None:
         self.contract, self._evidence = contract, evidence
-        self._done: set[tuple[str, str]] = set()
+        self._reached: dict[tuple[str, str], Extents] = {}
         self.checked: dict[str, dict[str, int]] = {}
         evidence.facts["first_use"] = self.checked
 
-    def due(self, region: str, case: str, rows: int) -> bool:
-        """Whether this is the first call with any rows."""
-        return rows > 0 and (region, case) not in self._done
+    def due(self, region: str, case: str, extents: Extents) -> bool:
+        """Whether this is the first call with any rows, or the first of its size."""
+        return extents.rows > 0 and extents.beyond(self._reached.get((region, case), Extents(0)))
 
     def unchanged(self, region: Region, case: str, given: Untouched) -> None:
         """Raises NumericsError where an implementation wrote to its inputs, which other regions read too."""
@@ -90,13 +119,20 @@ class FirstUse:
             self._evidence.refused.append(sentence)
             raise NumericsError(sentence) from error
 
-    def confirm(self, region: Region, case: str, rows: Sequence[int], expected: Results, found: Results) -> None:
+    def confirm(
+        self, region: Region, case: str, rows: Sequence[int], expected: Results, found: Results, extents: Extents
+    ) -> None:
         """Record a comparison. Raises NumericsError where a bit differs; ``rows`` are those of the first axis."""
         compared, difference = compare(expected, found)
-        self._done.add((region.kind, case))
+        key = (region.kind, case)
+        reached = self._reached[key] = extents.joined(self._reached.get(key, Extents(0)))
+        before = self.checked.get(f"{case}/{region.kind}", {"calls": 0, "outputs": 0, "differing": 0})
         self.checked[f"{case}/{region.kind}"] = {
-            "outputs": compared,
-            "differing": difference.differing if difference else 0,
+            "calls": before["calls"] + 1,
+            "outputs": before["outputs"] + compared,
+            "differing": before["differing"] + (difference.differing if difference else 0),
+            "rows": reached.rows,
+            **({"keys": reached.keys} if reached.keys else {}),
         }
         if difference is None:
             return
@@ -121,20 +157,22 @@ class CheckedOp:
 
     def forward(self, region: Region, inputs: Sequence[Any], host: Host) -> tuple[tuple[Any, ...], Any]:
         """The implementation's forward; see :class:`rlkernel.ops.portable.RegionOp`."""
-        count = len(host.batch.tokens)
-        if self._checks.due(region.kind, host.case, count):
+        extents = Extents.of(region.kind, host.batch)
+        if self._checks.due(region.kind, host.case, extents):
             given = Untouched({f"its input {name}": x for name, x in zip(region.inputs, inputs, strict=False)})
             outputs, saved = self._op.forward(region, inputs, host)
             self._checks.unchanged(region, host.case, given)
-            self._check_forward(region, inputs, outputs, host)
+            self._check_forward(region, inputs, outputs, host, extents)
         else:
             outputs, saved = self._op.forward(region, inputs, host)
         keeps = host.case in ("trainer_forward", "trainer_recompute")
-        if keeps and self._checks.due(region.kind, "trainer_backward", count):
+        if keeps and self._checks.due(region.kind, "trainer_backward", extents):
             return outputs, Kept(saved, tuple(inputs), tuple(outputs))
         return outputs, Kept(saved)
 
-    def _check_forward(self, region: Region, inputs: Sequence[Any], outputs: Sequence[Any], host: Host) -> None:
+    def _check_forward(
+        self, region: Region, inputs: Sequence[Any], outputs: Sequence[Any], host: Host, extents: Extents
+    ) -> None:
         rows = sample_rows(len(host.batch.tokens))
         names = [name.rpartition(".")[2] if name.count(".") > 1 else name for name in region.outputs]
         if region.kind == "attention":
@@ -149,12 +187,12 @@ class CheckedOp:
             again, _ = self._reference.forward(region, part, _rows_host(host, rows))
             expected = dict(zip(names, again, strict=True))
             found = {name: np.ascontiguousarray(x[rows]) for name, x in zip(names, outputs, strict=True)}
-        self._checks.confirm(region, host.case, rows.tolist(), expected, found)
+        self._checks.confirm(region, host.case, rows.tolist(), expected, found, extents)
 
     def backward(self, region: Region, saved: Any, grads: Sequence[Any], host: Host) -> tuple[Any, ...]:
         """The implementation's backward."""
         kept: Kept = saved
-        due = self._checks.due(region.kind, host.case, len(host.batch.tokens)) and kept.inputs
+        due = kept.inputs and self._checks.due(region.kind, host.case, Extents.of(region.kind, host.batch))
         if not due:
             result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
             return result
@@ -174,7 +212,8 @@ class CheckedOp:
         given = Untouched({**named, **{f"its input {n}": x for n, x in zip(region.inputs, kept.inputs, strict=False)}})
         result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
         self._checks.unchanged(region, host.case, given)
-        self._checks.confirm(region, host.case, slices.rows, slices.expected, slices.found(result))
+        extents = Extents.of(region.kind, host.batch)
+        self._checks.confirm(region, host.case, slices.rows, slices.expected, slices.found(result), extents)
         return result
 
     def _row_slice(self, region: Region, kept: Kept, grads: Sequence[Any], rows: NDArray[np.int64], host: Host) -> Any:
@@ -217,7 +256,7 @@ class CheckedHead:
 
     def forward(self, region: Region, x: Array, targets: Any, temperature: float, host: Host) -> Any:
         """Statistics of rows."""
-        due = self._checks.due(region.kind, host.case, len(x))
+        due = self._checks.due(region.kind, host.case, Extents(len(x)))
         given = Untouched({"its rows": x, "its targets": targets} if due else {})
         found = self._head.forward(region, x, targets, temperature, host)
         self._checks.unchanged(region, host.case, given)
@@ -226,25 +265,25 @@ class CheckedHead:
 
     def sample(self, region: Region, x: Array, keys: Any, temperature: float, host: Host) -> tuple[Any, Any]:
         """Drawn tokens and their statistics."""
-        given = Untouched({"its rows": x} if self._checks.due(region.kind, host.case, len(x)) else {})
+        given = Untouched({"its rows": x} if self._checks.due(region.kind, host.case, Extents(len(x))) else {})
         drawn, found = self._head.sample(region, x, keys, temperature, host)
         self._checks.unchanged(region, host.case, given)
         self._check(region, x, drawn, temperature, host, found)
         return drawn, found
 
     def _check(self, region: Region, x: Array, targets: Any, temperature: float, host: Host, found: Any) -> None:
-        if not self._checks.due(region.kind, host.case, len(x)):
+        if not self._checks.due(region.kind, host.case, Extents(len(x))):
             return
-        rows = sample_rows(len(x))[:1]
+        rows = np.unique(sample_rows(len(x))[[0, -1]])
         have = {item.name: np.ascontiguousarray(getattr(found, item.name)[rows]) for item in fields(found)}
         expected = head_slice(self._checks.contract, region, x[rows], targets[rows], temperature, host)
-        self._checks.confirm(region, host.case, rows.tolist(), expected, have)
+        self._checks.confirm(region, host.case, rows.tolist(), expected, have, Extents(len(x)))
 
     def backward(
         self, region: Region, x: Array, targets: Any, temperature: float, coefficient: Array, host: Host
     ) -> Any:
         """Gradient of the hidden rows; continues the head's weight gradient."""
-        if not self._checks.due(region.kind, host.case, len(x)):
+        if not self._checks.due(region.kind, host.case, Extents(len(x))):
             return self._head.backward(region, x, targets, temperature, coefficient, host)
         rows = sample_rows(len(x))[-1:]
         expected = head_backward_slice(
@@ -255,7 +294,7 @@ class CheckedHead:
         self._checks.unchanged(region, host.case, given)
         columns = np.arange(expected["gradient of hidden"].shape[1])
         have = {"gradient of hidden": np.ascontiguousarray(found[rows][:, columns])}
-        self._checks.confirm(region, host.case, rows.tolist(), expected, have)
+        self._checks.confirm(region, host.case, rows.tolist(), expected, have, Extents(len(x)))
         return found
 
 

@@ -27,8 +27,10 @@ from rlkernel.verify.admission.bits import Results
 Array = NDArray[np.float32]
 Rows = NDArray[np.int64]
 FEATURES = 64  # output features of a projection that are executed again
-WINDOW = 48  # rows of a sequence whose attention gradients are executed again
-LONGEST = 1024  # keys of a row of attention, where the batch has a row with no more
+WHOLE = 512  # longest sequence whose attention gradients are all executed again, for one head of keys
+WINDOW = 48  # rows at the beginning and end of a longer one
+ATTENTION_GRADIENTS = ("gradient of the queries", "gradient of the keys", "gradient of the values")
+IDS = 8  # ids whose rows of the embedding's gradient are executed again
 
 
 @dataclass(frozen=True)
@@ -94,29 +96,37 @@ def linear_backward_slice(
     expected[f"gradient of {name}"] = plain.continued(
         np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[np.ix_(n, k)], host.workers
     )
+    gradients, biases = host.gradients, [name for name in region.weights if name.endswith(".bias")]
+    for part, bias in zip(grads, biases, strict=False):
+        total = gradients.buffer(bias).copy()
+        for row in _matrix(part):
+            total = total + row
+        expected[f"gradient of {bias}"] = total
 
     def found(result: Sequence[Any]) -> Results:
         return {
             "gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]),
             f"gradient of {name}": np.ascontiguousarray(buffer[np.ix_(n, k)]),
+            **{f"gradient of {bias}": gradients.buffer(bias).copy() for bias in biases},
         }
 
     return Slices(rows.tolist(), expected, found)
 
 
 def embedding_backward_slice(region: Region, ids: NDArray[np.int64], grad: Array, host: Host) -> Slices:
-    """The gradient row of the batch's first id: its rows added in token order."""
+    """Gradient rows of some of the batch's ids, the least and the largest among them: rows added in token order."""
     assert host.gradients is not None
     buffer = host.gradients.embedding(region.weights[0])
-    token = int(ids[0])
-    total = buffer[token].copy()
-    for row in grad[ids == token]:
-        total = total + row
-    return Slices(
-        [0],
-        {"gradient of the first id": total[None]},
-        lambda _: {"gradient of the first id": buffer[token][None].copy()},
-    )
+    present = np.unique(ids)
+    chosen = np.unique(np.append(present[_some(len(present), IDS)], ids[0]))
+    expected = []
+    for token in chosen:
+        total = buffer[token].copy()
+        for row in grad[ids == token]:
+            total = total + row
+        expected.append(total)
+    firsts = [int(np.flatnonzero(ids == token)[0]) for token in chosen]
+    return Slices(firsts, {"gradient of ids": np.stack(expected)}, lambda _: {"gradient of ids": buffer[chosen].copy()})
 
 
 def _keys(
@@ -141,12 +151,10 @@ def _tensor(x: Array) -> torch.Tensor:
 def attention_slice(
     contract: Contract, region: Region, inputs: Sequence[Array], outputs: Sequence[Array], host: Host
 ) -> tuple[Rows, Results, Results]:
-    """The first head of the shortest row, the last of the longest that is not too long: (rows, expected, found)."""
+    """The first head of the row with the fewest keys, the last of the one with the most: (rows, expected, found)."""
     points = contract.entries[(host.case, "attention")]
     positions = host.batch.positions
-    short = np.flatnonzero(positions < LONGEST)
-    longest = int(short[np.argmax(positions[short])]) if short.size else int(np.argmin(positions))
-    rows, heads = [int(np.argmin(positions)), longest], [0, host.config.num_heads - 1]
+    rows, heads = [int(np.argmin(positions)), int(np.argmax(positions))], [0, host.config.num_heads - 1]
     group = host.config.num_heads // host.config.num_kv_heads
     expected = []
     for row, head in zip(rows, heads, strict=True):
@@ -162,44 +170,53 @@ def attention_slice(
 def attention_backward_slice(
     contract: Contract, inputs: Sequence[Array], out: Array, grad: Array, host: Host
 ) -> Slices:
-    """dq of a sequence's first rows, dk and dv of its last keys: what a window of the sequence determines."""
+    """dq, dk and dv of the longest sequence, for the first and the last head of keys; where it is longer than WHOLE, dq
+    of its first and last rows, dk and dv of its last keys.
+    """
     points = contract.entries[("trainer_backward", "attention")]
     forward = contract.entries[("trainer_forward", "attention")]
     lengths = np.diff(host.batch.starts)
-    chosen = int(np.flatnonzero(lengths)[0])
-    if lengths[chosen] > LONGEST:
-        chosen = int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int32).max)))
+    chosen = int(np.argmax(lengths))
     first, length = int(host.batch.starts[chosen]), int(lengths[chosen])
     group = host.config.num_heads // host.config.num_kv_heads
-    heads = slice(0, group)
-    width = min(length, WINDOW)
     q, k, v = inputs
-    sequence_k, sequence_v = _tensor(k[first : first + length, 0]), _tensor(v[first : first + length, 0])
+    heads = sorted({0, host.config.num_kv_heads - 1})
 
-    def window(start: int) -> tuple[Any, Any, Any]:
-        rows = slice(first + start, first + start + width)
-        places = torch.arange(start, start + width)
+    def gradients(head: int, begin: int, end: int, first_key: int) -> tuple[Any, Any, Any]:
+        """By the query rows [begin, end), of keys from ``first_key`` on that they alone may see."""
+        keys, values = (_tensor(side[first : first + length, head]) for side in (k, v))
+        rows, places = slice(first + begin, first + end), torch.arange(begin, end)
+        own = slice(head * group, (head + 1) * group)
         lse2 = torch.stack(
-            [attend(forward, _tensor(q[rows, h]), sequence_k, sequence_v, places)[1] for h in range(group)], dim=1
+            [attend(forward, _tensor(q[rows, h]), keys, values, places)[1] for h in range(own.start, own.stop)], 1
         )
-        dout, queries = _tensor(grad[rows, heads]), _tensor(q[rows, heads])
         return attend_backward(
-            points, dout, queries, _tensor(k[rows, 0]), _tensor(v[rows, 0]), _tensor(out[rows, heads]), lse2
+            points, _tensor(grad[rows, own]), _tensor(q[rows, own]), keys[first_key:end], values[first_key:end],
+            _tensor(out[rows, own]), lse2, places - first_key,
         )  # fmt: skip
 
-    dq = window(0)[0].numpy()
-    _, dk, dv = window(length - width)
-    begin, end = slice(first, first + width), slice(first + length - width, first + length)
+    width = length if length <= WHOLE else WINDOW
+    rows = [*range(first, first + width), *([first + length - 1] if width < length else [])]
+    tail = slice(first + length - width, first + length)
+    expected = {}
+    for head in heads:
+        dq = [gradients(head, 0, width, 0)[0]]
+        if width < length:
+            dq.append(gradients(head, length - 1, length, 0)[0])
+        _, dk, dv = gradients(head, length - width, length, length - width)
+        for name, value in zip(ATTENTION_GRADIENTS, (torch.cat(dq), dk, dv), strict=True):
+            expected[f"{name} of head {head}"] = value.numpy()
 
     def found(result: Sequence[Any]) -> Results:
-        return {
-            "gradient of the queries": np.ascontiguousarray(result[0][begin, heads]),
-            "gradient of the keys": np.ascontiguousarray(result[1][end, 0]),
-            "gradient of the values": np.ascontiguousarray(result[2][end, 0]),
-        }
+        have = {}
+        for head in heads:
+            own = slice(head * group, (head + 1) * group)
+            parts = (result[0][rows, own], result[1][tail, head], result[2][tail, head])
+            for name, part in zip(ATTENTION_GRADIENTS, parts, strict=True):
+                have[f"{name} of head {head}"] = np.ascontiguousarray(part)
+        return have
 
-    expected = {"gradient of the queries": dq, "gradient of the keys": dk.numpy(), "gradient of the values": dv.numpy()}
-    return Slices(list(range(first, first + width)), expected, found)
+    return Slices(rows, expected, found)
 
 
 def _logits(region: Region, x: Array, temperature: float, host: Host) -> torch.Tensor:
