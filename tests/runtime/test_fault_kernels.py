@@ -8,9 +8,12 @@ import platform
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import vime.train.native.optimizer as optimizer_module
+import vime.train.native.trainer as trainer_module
 from rlkernel.kernels.cpu.primitives import rounds_to_nearest_even
 from tests.runtime import faults, other_kernels
 from tests.runtime.helpers import caught, clean, reward
@@ -188,3 +191,26 @@ def test_subnormals_flushed_in_a_thread_of_another_process_are_caught(vime, monk
     monkeypatch.setattr(assembly, "build_engine_in_child", faults.build_flushing_engine)
     ended = vime.run(*SPLIT)
     caught(ended, "step 0, rollout: engine native-0: 1 of 1 worker threads flush subnormal numbers", trained=0)
+
+
+def test_a_swapped_optimizer_or_loss_stops_a_run(vime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adamw, losses = optimizer_module.adamw, trainer_module.token_losses
+
+    def late(master: Any, *rest: Any) -> Any:
+        found = adamw(master, *rest)
+        master.reshape(-1)[-1] = np.nextafter(master.reshape(-1)[-1], np.float32(np.inf))
+        return found
+
+    def other(*given: Any) -> Any:
+        found = losses(*given)
+        trained = np.flatnonzero(found.coefficient)
+        found.coefficient[trained[-1:]] *= np.float32(1.0000001)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_module, "adamw", late)
+        caught(vime.run(), "adamw (optimizer_step): element ", "on live operands", trained=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "token_losses", other)
+        caught(vime.run(), "loss (optimizer_step): element ", "of coefficient is 0x", trained=0)
+    clean(vime.run())

@@ -13,6 +13,7 @@ import torch
 from rlkernel.contract.build import Contract
 from rlkernel.contract.identity import Identities
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.admission.first_use_step import StepFirstUse
 from rlkernel.verify.claims import ClaimRegister
 from rlkernel.verify.evidence import Evidence
 from rlkernel.verify.sentinels import Declaration
@@ -153,8 +154,9 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
     reference = None
     if config.loss.needs_reference:
         reference = side.runner(loaded.tensors, numerics, workers, Evidence("reference"), training=False)
+    evidence = Evidence("trainer")
     trainer = NativeTrainer(
-        side.runner(loaded.tensors, numerics, workers, Evidence("trainer"), training=True),
+        side.runner(loaded.tensors, numerics, workers, evidence, training=True),
         loaded.tensors,
         config,
         side_identities(contract, numerics, trainer_sources(prepared), pipeline.device),
@@ -162,6 +164,7 @@ def assemble(prepared: Prepared, run_directory: Path) -> Sides:
         workers=workers,
         reference=reference,
         backend=side.place.trainer(workers, pipeline.stages.train.moments),
+        first_use=StepFirstUse(contract, evidence) if numerics == "exact" else None,
     )
     folder = run_directory / "weights"
     shutil.rmtree(folder, ignore_errors=True)  # publications that a killed process left; this one holds the lock

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from rlkernel.kernels.cpu.jit import kernel
 from rlkernel.kernels.cpu.primitives import LOG2E, exp2_full
+from rlkernel.reference.loss import LossConstants
 from vime.errors import InputError
 from vime.train.ordered import ordered_sum
 
@@ -87,6 +88,11 @@ class LossConfig:
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the reference model are needed."""
         return self.kl != "none"
+
+    def constants(self) -> LossConstants:
+        """As the contract's interpreter takes them."""
+        low, high = float(np.float32(1.0 - self.clip_low)), float(np.float32(1.0 + self.clip_high))
+        return LossConstants(self.policy, self.kl, low, high, float(np.float32(self.kl_coefficient)))
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,13 @@ class DeviceAdamW(AdamW):
             launch_optimizer.adamw(master, part.first_moment, part.second_moment, gradient, weight, given, clip)
         return dict(self._weights)
 
+    def _elements(self, name: str, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # moments on the host are copied beside the current stream
+        parts = (self._masters[name], *self._moments.of(name))
+        master, first, second = (part.detach().reshape(-1)[index.to(part.device)].cpu() for part in parts)
+        return master, first, second
+
     def _blame(self, gradients: Mapping[str, Any]) -> str:
         return blame({name: value.cpu().numpy() for name, value in gradients.items()})
 

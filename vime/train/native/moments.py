@@ -36,6 +36,9 @@ class Moments(Protocol):
     def state(self) -> tuple[Arrays, Arrays]:
         """Copies as NumPy arrays by name."""
 
+    def of(self, name: str) -> tuple[Tensor, Tensor]:
+        """Both moments of a tensor, wherever they lie."""
+
     def take(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
         """Other values."""
 
@@ -49,6 +52,10 @@ class _Kept:
     def state(self) -> tuple[Arrays, Arrays]:
         """Copies as NumPy arrays by name."""
         return home(self._first), home(self._second)
+
+    def of(self, name: str) -> tuple[Tensor, Tensor]:
+        """Both moments of a tensor, wherever they lie."""
+        return self._first[name], self._second[name]
 
     def take(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
         """Other values."""

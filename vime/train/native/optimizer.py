@@ -17,6 +17,7 @@ from rlkernel.errors import ContractError, NumericsError
 from rlkernel.kernels.cpu.convert import as_float32, from_float32
 from rlkernel.kernels.cpu.optimizer import AdamWScalars, adamw, clip_factor, gradient_norm
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.verify.admission.first_use_step import Elements, StepFirstUse, places
 from rlkernel.verify.evidence import Evidence
 from vime.errors import InputError
 
@@ -75,6 +76,8 @@ class AdamW:
     """The optimizer of one trainer; the master starts as the exact float32 of the model's weights."""
 
     implementations: Mapping[str, str] = OPTIMIZER_IMPLEMENTATIONS
+    first_use: StepFirstUse | None = None
+    """Confirms the first update on live operands, where there is a contract to confirm."""
 
     def __init__(
         self,
@@ -117,6 +120,9 @@ class AdamW:
         self._ran("gradient_norm")
         if not np.isfinite(norm):
             raise NumericsError(f"update {self.updates}: the gradient norm is {norm}; {self._blame(gradients)}")
+        due = self.first_use if self.first_use is not None and self.first_use.update_due else None
+        if due is not None:
+            due.norm({n: _tensor(g) for n, g in gradients.items()}, self.config.max_grad_norm, norm, clip)
         powers = self._powers.advance()
         correction1, correction2 = powers.corrections()
         learning_rate = self.config.schedule.learning_rate(self.updates)
@@ -132,10 +138,29 @@ class AdamW:
             weight_decay=np.float32(self.config.weight_decay),
             clip=clip,
         )
+        before = {} if due is None else self._before(gradients)
         weights = self._apply(gradients, scalars)
+        if due is not None:
+            after = {
+                name: (*self._elements(name, given.index), _at(weights[name], given.index).float())
+                for name, given in before.items()
+            }
+            due.adamw(before, scalars, after)
         self._ran("adamw")
         self._powers = powers
         return float(norm), learning_rate, weights
+
+    def _before(self, gradients: Mapping[str, Any]) -> dict[str, Elements]:
+        found = {}
+        for name, gradient in gradients.items():
+            index = places(_tensor(gradient).numel())
+            found[name] = Elements(index, *self._elements(name, index), _at(_tensor(gradient), index))
+        return found
+
+    def _elements(self, name: str, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master and moments at flat indices, float32 copies on the CPU."""
+        first, second = self._moment1[name], self._moment2[name]
+        return _at(_tensor(self._master[name]), index), _at(_tensor(first), index), _at(_tensor(second), index)
 
     def _norm(self, gradients: Mapping[str, Any]) -> tuple[np.float32, np.float32]:
         """Norm of all gradients, and the factor of clipping."""
@@ -191,6 +216,15 @@ class AdamW:
         self._master = {name: state.master[name].copy() for name in sorted(state.master)}
         self._moment1 = {name: state.moment1[name].copy() for name in self._master}
         self._moment2 = {name: state.moment2[name].copy() for name in self._master}
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Elements at flat indices, as a copy on the CPU."""
+    return x.detach().reshape(-1)[index.to(x.device)].cpu()
 
 
 def blame(gradients: Mapping[str, NDArray[np.float32]]) -> str:

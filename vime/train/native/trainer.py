@@ -16,6 +16,8 @@ from rlkernel.contract.claims import Topology
 from rlkernel.contract.identity import Identities
 from rlkernel.errors import NumericsError
 from rlkernel.kernels.cpu.threads import Workers
+from rlkernel.reference.loss import LossInputs
+from rlkernel.verify.admission.first_use_step import StepFirstUse
 from vime.errors import InputError
 from vime.mismatch.localise import Boundary, trace_sample
 from vime.train.batching import check_sample, check_vocabulary, flatten, micro_batches, update_batches
@@ -71,6 +73,7 @@ class NativeTrainer:
         reference: a model bound to the reference weights; needed with a KL term, never updated.
         identities: of the contract and this deployment.
         backend: where the tensors live and what the optimizer step runs on; the CPU with ``workers`` without one.
+        first_use: confirms the first optimizer step of this process on live operands; without one nothing does.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class NativeTrainer:
         workers: Workers,
         reference: TrainableModel | None = None,
         backend: TrainerBackend | None = None,
+        first_use: StepFirstUse | None = None,
     ) -> None:
         if config.loss.needs_reference and reference is None:
             raise InputError(f"loss kl: {config.loss.kl} compares with a reference model, and the trainer got none")
@@ -92,6 +96,7 @@ class NativeTrainer:
         self._identities, self._dtype = identities, dtype
         self._backend: TrainerBackend = backend if backend is not None else CpuBackend(workers)
         self._optimizer = self._backend.optimizer(config.optimizer, tensors, dtype, model.evidence)
+        self._first_use = self._optimizer.first_use = first_use
         self._gradient_shape = GradientShape.of(model.definition, config.data_parallel_leaves)
         self._steps = 0
         self._tensors = self._backend.copies(tensors)
@@ -225,8 +230,7 @@ class NativeTrainer:
     def _losses(self, part: Sequence[TrainSample], new: np.ndarray, weights: Sequence[np.float32]) -> TokenLosses:
         loss = self.config.loss
         lengths = [len(sample.token_ids) for sample in part]
-        result = token_losses(
-            loss,
+        given = (
             np.ascontiguousarray(new),
             np.concatenate([sample.loss_mask for sample in part]),
             np.repeat(np.array([sample.advantage for sample in part], dtype=np.float32), lengths),
@@ -234,6 +238,9 @@ class NativeTrainer:
             _joined(part, "old_logprobs") if loss.needs_old else None,
             _joined(part, "reference_logprobs") if loss.needs_reference else None,
         )
+        result = token_losses(loss, *given)
+        if self._first_use is not None and self._first_use.losses_due(len(new)):
+            self._first_use.losses(loss.constants(), _loss_inputs(*given), result.loss, result.coefficient)
         self._model.evidence.ran("loss", "optimizer_step", self._backend.implementations["loss"], len(new))
         for name, values in (("log-probability", new), ("loss", result.loss), ("coefficient", result.coefficient)):
             at = first_nonfinite(values)
@@ -316,6 +323,12 @@ def leaf_blocks(update: range, leaves: int) -> list[range]:
     """The samples of an update in ``leaves`` consecutive blocks by index; block i starts at ``n * i // leaves``."""
     bounds = [len(update) * i // leaves for i in range(leaves + 1)]
     return [update[bounds[i] : bounds[i + 1]] for i in range(leaves)]
+
+
+def _loss_inputs(new: Any, trained: Any, advantage: Any, weight: Any, old: Any, reference: Any) -> LossInputs:
+    """Arguments of :func:`vime.train.losses.token_losses` as the contract's interpreter takes them."""
+    values = (new, new if old is None else old, new if reference is None else reference, advantage, weight)
+    return LossInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (*values, trained)))
 
 
 def _joined(part: Sequence[TrainSample], name: Literal["old_logprobs", "reference_logprobs"]) -> np.ndarray:
