@@ -28,6 +28,7 @@ from rlkernel.ops.device.weights import DeviceWeights
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner, Tape
+from rlkernel.verify.admission.first_use import Extents
 from rlkernel.verify.evidence import Evidence
 
 
@@ -78,7 +79,7 @@ class DeviceRunner(ModelRunner):
         self._unconfirmed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._fused = FusedBody(definition)
         self._kinds = Counter(region.kind for region in definition.body)
-        self._compared: set[str] = set()
+        self._compared: dict[str, Extents] = {}
         self._graphs: dict[tuple[int, int, int], DecodeGraph] = {}
         self._last: DecodeGraph | None = None
         self._pool: Any = None
@@ -113,8 +114,8 @@ class DeviceRunner(ModelRunner):
     def hidden(self, batch: TokenBatch, state: Any, case: str) -> Any:
         """Normed hidden states [N, H] of a batch, by the fused kernels, in decode as a CUDA graph.
 
-        The first pass of a case, and of every graph, is computed by the regions one after the other as well. A trace
-        sees these regions alone.
+        The first pass of a case, and of every graph, and every later one with more rows or longer sequences by a
+        quarter, is computed by the regions one after the other as well. A trace sees these regions alone.
 
         Raises:
             NumericsError: the fused kernels gave another bit than the regions.
@@ -125,18 +126,18 @@ class DeviceRunner(ModelRunner):
         if bucket is not None and state is not None:
             return self._replayed(batch, state, case, bucket)
         host = self._host(batch, case, state)
-        if case in self._compared:
+        if not self._larger(case, batch):
             found = self._fused(host)
             self._count(case, len(batch.tokens))
             return found
         expected = super().hidden(batch, state, case)
-        return self._agreed(case, self._fused(host), expected, case)
+        return self._agreed(self._fused(host), expected, case, batch)
 
     def _replayed(self, batch: TokenBatch, state: Any, case: str, bucket: int) -> torch.Tensor:
         """A decode step by the graph of its bucket, captured where there is none of these weights and pages."""
-        key = (id(self.weights), id(state.kv), bucket)
+        key, what = (id(self.weights), id(state.kv), bucket), f"{case}, graph of {bucket} rows"
         graph, count = self._graphs.get(key), len(batch.tokens)
-        if graph is not None:
+        if graph is not None and not self._larger(what, batch):
             graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
             found = graph.replay()[:count]
             self._last = graph
@@ -144,6 +145,14 @@ class DeviceRunner(ModelRunner):
             self._fact("graph_replays")
             return found
         expected = super().hidden(batch, state, case)
+        if graph is None:
+            graph = self._graphs[key] = self._captured(batch, state, case, bucket)
+        graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
+        self._last = graph
+        return self._agreed(graph.replay()[:count], expected, what, batch)
+
+    def _captured(self, batch: TokenBatch, state: Any, case: str, bucket: int) -> DecodeGraph:
+        """A new graph of a bucket."""
         host = self._host(batch, case, state)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -155,11 +164,14 @@ class DeviceRunner(ModelRunner):
         graph = DecodeGraph(host, bucket, width, self._max_position - 1, self._fused, self._pool)
         graph.fill(batch.tokens, batch.positions, state.slots, state.block_table)
         graph.capture()
-        self._graphs[key] = self._last = graph
         self._fact("graphs_captured")
-        return self._agreed(case, graph.replay()[:count], expected, f"{case}, graph of {bucket} rows")
+        return graph
 
-    def _agreed(self, case: str, found: torch.Tensor, expected: torch.Tensor, what: str) -> torch.Tensor:
+    def _larger(self, what: str, batch: TokenBatch) -> bool:
+        """Whether no pass of this size was compared."""
+        return Extents.of("attention", batch).beyond(self._compared.get(what, Extents(0)))
+
+    def _agreed(self, found: torch.Tensor, expected: torch.Tensor, what: str, batch: TokenBatch) -> torch.Tensor:
         """The fused kernels' result, if it has the bits of the regions'."""
         digests = torch.stack([self._digest(found), self._digest(expected)]).cpu()
         if not torch.equal(digests[0], digests[1]):
@@ -167,8 +179,14 @@ class DeviceRunner(ModelRunner):
                 f"{what}: the fused kernels give hidden states {list(found.shape)} with digest {_hex(digests[0])}, the "
                 f"regions one after the other {_hex(digests[1])}"
             )
-        self._compared.add(case)
-        self.evidence.facts.setdefault("fused_first_use", {})[what] = {"outputs": found.numel(), "differing": 0}
+        reached = Extents.of("attention", batch).joined(self._compared.get(what, Extents(0)))
+        self._compared[what] = reached
+        facts = self.evidence.facts.setdefault("fused_first_use", {})
+        before = facts.get(what, {"calls": 0, "outputs": 0})
+        facts[what] = {
+            "calls": before["calls"] + 1, "outputs": before["outputs"] + found.numel(), "differing": 0,
+            "rows": reached.rows, "keys": reached.keys,
+        }  # fmt: skip
         return found
 
     def _count(self, case: str, tokens: int) -> None:

@@ -22,6 +22,14 @@ from rlkernel.verify.evidence import Evidence
 Tensor = torch.Tensor
 
 
+class _Checks(FirstUse):
+    """None while a graph is captured: the operands are not there yet, and nothing may wait for the device."""
+
+    def due(self, region: str, case: str, extents: Extents) -> bool:
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return not captured and super().due(region, case, extents)
+
+
 class DeviceCheckedOp:
     """An implementation of a region of the body whose first call in each case is confirmed."""
 
@@ -91,10 +99,11 @@ class DeviceCheckedHead:
     def _check(self, region: Region, x: Tensor, targets: Tensor, temperature: float, host: Any, found: Any) -> None:
         if not self._checks.due(region.kind, host.case, Extents(len(x))):
             return
-        expected = slices.head_slice(self._interpreter, region, x, targets, temperature, host)
-        have = {f.name: slices.home(getattr(found, f.name)[:1]) for f in fields(found)}
+        rows = sorted({0, len(x) - 1})
+        expected = slices.head_slice(self._interpreter, region, x[rows], targets[rows], temperature, host)
+        have = {f.name: slices.home(getattr(found, f.name)[rows]) for f in fields(found)}
         have["digest"] = have["digest"].view("uint64")
-        self._checks.confirm(region, host.case, [0], expected, have, Extents(len(x)))
+        self._checks.confirm(region, host.case, rows, expected, have, Extents(len(x)))
 
     def backward(
         self, region: Region, x: Tensor, targets: Tensor, temperature: float, coefficient: Tensor, host: Any,
@@ -116,7 +125,7 @@ def with_device_first_use_checks(
     composition: Composition, contract: Contract, evidence: Evidence, device: torch.device
 ) -> Composition:
     """The composition with every implementation's first call in each case confirmed on live operands."""
-    checks, interpreter = FirstUse(contract, evidence), slices.LiveInterpreter(contract, str(device))
+    checks, interpreter = _Checks(contract, evidence), slices.LiveInterpreter(contract, str(device))
     known = {name for _, name in contract.entries}
     ops: dict[str, Any] = {
         kind: DeviceCheckedOp(op, checks, interpreter) for kind, op in composition.ops.items() if kind in known

@@ -148,17 +148,18 @@ def row_backward_slice(
 
 
 def embedding_backward_slice(region: Region, ids: Tensor, grads: Sequence[Tensor], host: DeviceHost) -> Slice:
-    """The gradient row of the batch's first id: its rows added in token order."""
+    """Gradient rows of some of the batch's ids, the least and the largest among them: rows added in token order."""
     buffer = host.gradients.embedding(region.weights[0])
-    token = int(ids[0])
-    total = home(buffer[token]).copy()
-    for row in home(grads[0][ids == token]):
-        total = total + row
-    return Slice(
-        [0],
-        {"gradient of the first id": total[None]},
-        lambda _: {"gradient of the first id": home(buffer[token])[None]},
-    )
+    present = torch.unique(ids)
+    chosen = torch.unique(torch.cat([present[some(len(present), CORNER, present.device)], ids[:1]]))
+    expected, firsts = [], []
+    for token in chosen:
+        total = home(buffer[token]).copy()
+        for row in home(grads[0][ids == token]):
+            total = total + row
+        expected.append(total)
+        firsts.append(int((ids == token).nonzero()[0]))
+    return Slice(firsts, {"gradient of ids": np.stack(expected)}, lambda _: {"gradient of ids": home(buffer[chosen])})
 
 
 def linear_slice(interpreter: Interpreter, region: Region, x: Tensor, host: DeviceHost) -> Slice:
@@ -209,74 +210,76 @@ def linear_backward_slice(
     return Slice(rows, expected, found)
 
 
-def _shortest(lengths: Sequence[int]) -> tuple[int, int, int]:
-    """Index, first row and length of the shortest sequence that has rows."""
-    index = min((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i])
-    return index, sum(lengths[:index]), lengths[index]
-
-
 def attention_slice(interpreter: Interpreter, region: Region, inputs: Sequence[Tensor], host: DeviceHost) -> Slice:
-    """First and last head of the last row of the shortest sequence."""
+    """First and last head of the row with the fewest keys, and of the one with the most."""
     points = interpreter.points(host.case, "attention")
     q, k, v = inputs
-    index, first, length = _shortest(host.batch.lengths)
-    row = first + length - 1
-    last = int(host.batch.positions[row])
+    positions = home(host.batch.positions)
+    starts = np.concatenate([[0], np.cumsum(host.batch.lengths)])
     group = host.config.num_heads // host.config.num_kv_heads
+    rows = sorted({int(np.argmin(positions)), int(np.argmax(positions))})
+    heads = sorted({0, host.config.num_heads - 1})
     expected = []
-    heads = [0, host.config.num_heads - 1]
-    for head in heads:
-        if host.state is None:
-            keys, rest = (side[first : first + last + 1, head // group] for side in (k, v))
-        else:
-            j = torch.arange(last + 1, device=q.device)
-            page = host.state.block_table[index][j // host.state.page_size].long()
-            keys, rest = (
-                side[page, j % host.state.page_size, head // group] for side in host.state.pages(region.layer)
-            )
+    for row in rows:
+        index, last = int(np.searchsorted(starts, row, side="right")) - 1, int(positions[row])
         place = torch.tensor([last], device=q.device)
-        expected.append(home(attend(points, values(q[row : row + 1, head]), values(keys), values(rest), place)[0]))
-    return Slice(
-        [row], {"attended": np.stack(expected, axis=1)}, lambda outputs: {"attended": home(outputs[0][[row]][:, heads])}
-    )
+        for head in heads:
+            if host.state is None:
+                first = int(starts[index])
+                keys, rest = (side[first : first + last + 1, head // group] for side in (k, v))
+            else:
+                j = torch.arange(last + 1, device=q.device)
+                page = host.state.block_table[index][j // host.state.page_size].long()
+                keys, rest = (
+                    side[page, j % host.state.page_size, head // group] for side in host.state.pages(region.layer)
+                )
+            expected.append(home(attend(points, values(q[row : row + 1, head]), values(keys), values(rest), place)[0]))
+    attended = np.concatenate(expected).reshape(len(rows), len(heads), -1)
+    return Slice(rows, {"attended": attended}, lambda outputs: {"attended": home(outputs[0][rows][:, heads])})
 
 
 def attention_backward_slice(
     interpreter: Interpreter, inputs: Sequence[Tensor], out: Tensor, grad: Tensor, host: DeviceHost
 ) -> Slice:
-    """dq of the shortest sequence's first rows, dk and dv of its last: what a window of it determines."""
+    """Of the longest sequence: dq of its first rows and its last one, dk and dv of its last keys."""
     points, forward = interpreter.points(host.case, "attention"), interpreter.points("trainer_forward", "attention")
     q, k, v = inputs
-    _, first, length = _shortest(host.batch.lengths)
+    chosen = int(np.argmax(host.batch.lengths))
+    first, length = sum(host.batch.lengths[:chosen]), host.batch.lengths[chosen]
     heads, width = slice(0, host.config.num_heads // host.config.num_kv_heads), min(length, WINDOW)
     keys, rest = (values(side[first : first + length, 0]) for side in (k, v))
 
-    def window(start: int) -> tuple[Tensor, Tensor, Tensor]:
-        rows = slice(first + start, first + start + width)
-        places = torch.arange(start, start + width, device=q.device)
+    def gradients(begin: int, end: int, first_key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """By the query rows [begin, end), of keys from ``first_key`` on that they alone may see."""
+        rows, places = slice(first + begin, first + end), torch.arange(begin, end, device=q.device)
         logs = [attend(forward, values(q[rows, head]), keys, rest, places)[1] for head in range(heads.stop)]
-        dout, queries = values(grad[rows, heads]), values(q[rows, heads])
-        own, log = values(out[rows, heads]), torch.stack(logs, dim=1)
-        return attend_backward(points, dout, queries, values(k[rows, 0]), values(v[rows, 0]), own, log)
+        return attend_backward(
+            points, values(grad[rows, heads]), values(q[rows, heads]), keys[first_key:end], rest[first_key:end],
+            values(out[rows, heads]), torch.stack(logs, dim=1), places - first_key,
+        )  # fmt: skip
 
-    dq, (_, dk, dv) = window(0)[0], window(length - width)
-    begin, end = slice(first, first + width), slice(first + length - width, first + length)
+    dq = [gradients(0, width, 0)[0]]
+    if width < length:
+        dq.append(gradients(length - 1, length, 0)[0])
+    _, dk, dv = gradients(length - width, length, length - width)
+    rows = [*range(first, first + width), *([first + length - 1] if width < length else [])]
+    tail = slice(first + length - width, first + length)
     names = ("gradient of the queries", "gradient of the keys", "gradient of the values")
 
     def found(results: Sequence[Tensor]) -> Results:
-        parts = (results[0][begin, heads], results[1][end, 0], results[2][end, 0])
+        parts = (results[0][rows, heads], results[1][tail, 0], results[2][tail, 0])
         return {name: home(part) for name, part in zip(names, parts, strict=True)}
 
-    expected = {name: home(value) for name, value in zip(names, (dq, dk, dv), strict=True)}
-    return Slice(list(range(first, first + width)), expected, found)
+    expected = {name: home(value) for name, value in zip(names, (torch.cat(dq), dk, dv), strict=True)}
+    return Slice(rows, expected, found)
 
 
 def head_slice(
     interpreter: Interpreter, region: Region, x: Tensor, targets: Tensor, temperature: float, host: DeviceHost
 ) -> Results:
-    """Statistics of the first row."""
+    """Statistics of some rows."""
     head = ReferenceLinearLogprob(interpreter)
-    found = head.forward(region, home(x[:1]), home(targets[:1]), temperature, host)
+    found = head.forward(region, home(x), home(targets), temperature, host)
     return dict(vars(found))
 
 

@@ -113,6 +113,26 @@ def test_fused_kernels_that_give_another_bit_are_refused(monkeypatch):
         device.hidden(batch(2), None, "trainer_score")
 
 
+def test_fused_kernels_are_compared_again_in_a_larger_pass(monkeypatch):
+    _, device = runners(config())
+    plain = launch_rows.add_rms_norm
+
+    def wrong_with_many_rows(x, branch, w, eps, **tuning):
+        stream, y, inverse = plain(x, branch, w, eps, **tuning)
+        return stream, torch.nextafter(y, y + 1) if len(x) > 4 else y, inverse
+
+    monkeypatch.setattr(launch_rows, "add_rms_norm", wrong_with_many_rows)
+    device.hidden(batch(2), None, "trainer_score")
+    device.hidden(batch(2), None, "trainer_score")
+    facts = device.evidence.facts["fused_first_use"]["trainer_score"]
+    assert (facts["calls"], facts["rows"], facts["keys"]) == (1, 2, 2)
+    device.hidden(batch(4), None, "trainer_score")
+    facts = device.evidence.facts["fused_first_use"]["trainer_score"]
+    assert (facts["calls"], facts["rows"], facts["keys"], facts["differing"]) == (2, 4, 4, 0)
+    with pytest.raises(NumericsError, match="trainer_score: the fused kernels give hidden states"):
+        device.hidden(batch(3, 3), None, "trainer_score")
+
+
 def test_a_trace_sees_every_region():
     cpu, device = runners(config())
     seen: dict[str, list[tuple[str, np.ndarray]]] = {"cpu": [], "device": []}
