@@ -146,27 +146,45 @@ def attend_backward(
         raise ContractError(f"the attention gradient over {points.dependency.domain!r} is not defined")
     n, group = q.shape[0], q.shape[1]
     scale = torch.full((), bits_constant(points, "scale"), device=q.device)
-    weights_exp2 = primitive(points.primitive("weights_exp2"))
     mask = visible(points, torch.arange(n, device=q.device), n)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    narrow, narrow_p, narrow_s = points.rounds("output"), points.rounds("weights"), points.rounds("score gradients")
-
-    def rounded(value: Tensor, to: str | None) -> Tensor:
-        return value if to is None else cast(value, to)
-
+    narrow = points.rounds("output")
     for h in range(group):
-        s = scores(points, q[:, h], k)
-        delta = _row_dot(points, dout[:, h], out[:, h])
-        p = weights_exp2(torch.where(mask, sub(s, lse2[:, h, None]), torch.zeros_like(s)))
-        dp = chain(points, dout[:, h, None, :], v[None, :, :])
-        ds = rounded(mul(p, sub(dp, delta[:, None].expand_as(dp))), narrow_s)
-        ds = torch.where(mask, ds, torch.zeros_like(ds))
-        p = torch.where(mask, rounded(p, narrow_p), torch.zeros_like(p))
-        dq[:, h] = rounded(mul(visible_chain(points, ds, k.T.contiguous(), valid=mask), scale), narrow)
+        p, ds = _weights_and_gradients(points, dout[:, h], q[:, h], k, v, out[:, h], lse2[:, h], mask)
+        dq[:, h] = _rounded(mul(visible_chain(points, ds, k.T.contiguous(), valid=mask), scale), narrow)
         below = mask.T.contiguous()
         dk = visible_chain(points, ds.T.contiguous(), q[:, h].T.contiguous(), start=dk, valid=below)
         dv = visible_chain(points, p.T.contiguous(), dout[:, h].T.contiguous(), start=dv, valid=below)
-    return dq, rounded(mul(dk, scale), narrow), rounded(dv, narrow)
+    return dq, _rounded(mul(dk, scale), narrow), _rounded(dv, narrow)
+
+
+def query_gradients(
+    points: SixPoints, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, positions: Tensor
+) -> Tensor:
+    """dq of some rows of a sequence, of one head: dout, q, out [r, D] at ``positions`` [r], lse2 [r], k and v [L, D]
+    up to the last of the rows at least -> [r, D]. The bits that :func:`attend_backward` gives them.
+    """
+    mask = visible(points, positions, len(k))
+    _, ds = _weights_and_gradients(points, dout, q, k, v, out, lse2, mask)
+    scale = torch.full((), bits_constant(points, "scale"), device=q.device)
+    return _rounded(mul(visible_chain(points, ds, k.T.contiguous(), valid=mask), scale), points.rounds("output"))
+
+
+def _rounded(value: Tensor, to: str | None) -> Tensor:
+    return value if to is None else cast(value, to)
+
+
+def _weights_and_gradients(
+    points: SixPoints, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weights and gradients of the scores [r, L] of one head's rows, rounded; +0 where ``mask`` [r, L] hides a key."""
+    s = scores(points, q, k)
+    delta = _row_dot(points, dout, out)
+    p = primitive(points.primitive("weights_exp2"))(torch.where(mask, sub(s, lse2[:, None]), torch.zeros_like(s)))
+    dp = chain(points, dout[:, None, :], v[None, :, :])
+    ds = _rounded(mul(p, sub(dp, delta[:, None].expand_as(dp))), points.rounds("score gradients"))
+    hidden = torch.zeros_like(s)
+    return torch.where(mask, _rounded(p, points.rounds("weights")), hidden), torch.where(mask, ds, hidden)
 
 
 def _row_dot(points: SixPoints, a: Tensor, b: Tensor) -> Tensor:

@@ -160,7 +160,9 @@ def side(config: ModelConfig, profile: str, dtype: str, tp: int, faults: dict[st
     positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in LENGTHS])
     starts = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
     tokens = torch.arange(ROWS) * 7 % config.vocab_size
-    batch = SimpleNamespace(tokens=tokens, positions=positions, starts=starts, lengths=LENGTHS)
+    batch = SimpleNamespace(
+        tokens=tokens, positions=positions, starts=starts, lengths=LENGTHS, last_position=max(LENGTHS) - 1
+    )
     host = SimpleNamespace(
         case="trainer_forward", config=config, tp=tp, batch=batch, weights=Weights(config, kind, tp), state=None,
         cos=torch.from_numpy(cos), sin=torch.from_numpy(sin), gradients=None, row_starts=None,

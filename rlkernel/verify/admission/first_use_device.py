@@ -16,14 +16,26 @@ from rlkernel.contract.build import Contract
 from rlkernel.models.definition import Region
 from rlkernel.ops.composition import Composition
 from rlkernel.verify.admission import first_use_device_slices as slices
-from rlkernel.verify.admission.first_use import LINEAR, FirstUse, Kept
+from rlkernel.verify.admission.first_use import LINEAR, Extents, FirstUse, Kept
 from rlkernel.verify.evidence import Evidence
 
 Tensor = torch.Tensor
 
 
+def extents_of(kind: str, batch: Any) -> Extents:
+    """Rows of a batch and what else the host knows of it: keys, and sequences of attention. Nothing is asked of the
+    device.
+    """
+    rows = len(batch.tokens)
+    if kind == "rope":
+        return rows, batch.last_position + 1
+    if kind == "attention":
+        return rows, batch.last_position + 1, max(batch.lengths, default=0), sum(n > 0 for n in batch.lengths)
+    return (rows,)
+
+
 class DeviceCheckedOp:
-    """An implementation of a region of the body whose first call in each case is confirmed."""
+    """An implementation of a region of the body whose first call of each size in each case is confirmed."""
 
     def __init__(self, op: Any, checks: FirstUse, interpreter: slices.LiveInterpreter) -> None:
         self.implementation: str = op.implementation
@@ -32,24 +44,25 @@ class DeviceCheckedOp:
     def forward(self, region: Region, inputs: Sequence[Tensor], host: Any) -> tuple[tuple[Tensor, ...], Any]:
         """The implementation's forward."""
         outputs, saved = self._op.forward(region, inputs, host)
-        count = len(host.batch.tokens)
-        if self._checks.due(region.kind, host.case, count):
+        extents = extents_of(region.kind, host.batch)
+        if self._checks.due(region.kind, host.case, extents):
             if region.kind == "attention":
                 part = slices.attention_slice(self._interpreter, region, inputs, host)
             elif region.kind in LINEAR:
                 part = slices.linear_slice(self._interpreter, region, inputs[0], host)
             else:
                 part = slices.row_slice(self._interpreter, region, inputs, host)
-            self._checks.confirm(region, host.case, part.rows, part.expected, part.found(outputs))
+            self._checks.confirm(region, host.case, extents, part.rows, part.expected, part.found(outputs))
         keeps = host.case in ("trainer_forward", "trainer_recompute")
-        if keeps and self._checks.due(region.kind, "trainer_backward", count):
+        if keeps and self._checks.due(region.kind, "trainer_backward", extents):
             return outputs, Kept(saved, tuple(inputs), tuple(outputs))
         return outputs, Kept(saved)
 
     def backward(self, region: Region, saved: Any, grads: Sequence[Tensor], host: Any) -> tuple[Tensor, ...]:
         """The implementation's backward."""
         kept: Kept = saved
-        if not kept.inputs or not self._checks.due(region.kind, host.case, len(host.batch.tokens)):
+        extents = extents_of(region.kind, host.batch)
+        if not kept.inputs or not self._checks.due(region.kind, host.case, extents):
             plain: tuple[Tensor, ...] = self._op.backward(region, kept.own, grads, host)
             return plain
         if region.kind in LINEAR:
@@ -61,7 +74,7 @@ class DeviceCheckedOp:
         else:
             part = slices.row_backward_slice(self._interpreter, region, kept.inputs, grads, host)
         result: tuple[Tensor, ...] = self._op.backward(region, kept.own, grads, host)
-        self._checks.confirm(region, host.case, part.rows, part.expected, part.found(result))
+        self._checks.confirm(region, host.case, extents, part.rows, part.expected, part.found(result))
         return result
 
 
@@ -87,12 +100,12 @@ class DeviceCheckedHead:
         return drawn, found
 
     def _check(self, region: Region, x: Tensor, targets: Tensor, temperature: float, host: Any, found: Any) -> None:
-        if not self._checks.due(region.kind, host.case, len(x)):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             return
         expected = slices.head_slice(self._interpreter, region, x, targets, temperature, host)
         have = {f.name: slices.home(getattr(found, f.name)[:1]) for f in fields(found)}
         have["digest"] = have["digest"].view("uint64")
-        self._checks.confirm(region, host.case, [0], expected, have)
+        self._checks.confirm(region, host.case, (len(x),), [0], expected, have)
 
     def backward(
         self, region: Region, x: Tensor, targets: Tensor, temperature: float, coefficient: Tensor, host: Any,
@@ -100,13 +113,13 @@ class DeviceCheckedHead:
     ) -> Tensor:  # fmt: skip
         """Gradient of the hidden rows; continues the head's weight gradient."""
         given = (region, x, targets, temperature, coefficient, host)
-        if not self._checks.due(region.kind, host.case, len(x)):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             plain: Tensor = self._head.backward(*given, statistics)
             return plain
         expected = slices.head_backward_slice(self._interpreter, *given)
         found: Tensor = self._head.backward(*given, statistics)
         have = {"gradient of hidden": slices.home(found[-1:, : slices.CORNER])}
-        self._checks.confirm(region, host.case, [len(x) - 1], expected, have)
+        self._checks.confirm(region, host.case, (len(x),), [len(x) - 1], expected, have)
         return found
 
 

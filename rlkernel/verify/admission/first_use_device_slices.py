@@ -28,7 +28,8 @@ from rlkernel.verify.admission.bits import Results
 from rlkernel.verify.admission.plain import side_by_side
 
 Tensor = torch.Tensor
-FEATURES, CORNER, WINDOW, ROWS = 64, 8, 48, 3
+FEATURES, CORNER, WINDOW = 64, 8, 48
+KEYS = 4096  # of a row of attention: where the row with the most keys has more, a short one stands for it
 NORMS = ("rms_norm", "final_norm", "qk_norm")
 DeviceHost = Any  # of rlkernel.ops.device, which needs Triton
 
@@ -72,8 +73,8 @@ def some(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def rows_of(count: int) -> list[int]:
-    """First, middle and last row."""
-    return sorted({0, count // 2, count - 1})[:ROWS]
+    """Rows at both ends (an even and an odd one) and in the middle."""
+    return sorted({min(max(row, 0), count - 1) for row in (0, 1, count // 2, count - 2, count - 1)})
 
 
 def _plain_host(host: DeviceHost, rows: list[int], gradients: Any = None) -> Any:
@@ -216,18 +217,21 @@ def _shortest(lengths: Sequence[int]) -> tuple[int, int, int]:
 
 
 def attention_slice(interpreter: Interpreter, region: Region, inputs: Sequence[Tensor], host: DeviceHost) -> Slice:
-    """First and last head of the last row of the shortest sequence."""
+    """First and last head of the last row of the shortest sequence, and of the row with the most keys (up to KEYS)."""
     points = interpreter.points(host.case, "attention")
     q, k, v = inputs
-    index, first, length = _shortest(host.batch.lengths)
-    row = first + length - 1
-    last = int(host.batch.positions[row])
+    _, first, length = _shortest(host.batch.lengths)
+    most = int(torch.argmax(host.batch.positions))
+    rows = [first + length - 1] + ([most] if int(host.batch.positions[most]) < KEYS else [])
+    starts = np.concatenate([[0], np.cumsum(host.batch.lengths)])
     group = host.config.num_heads // host.config.num_kv_heads
-    expected = []
     heads = [0, host.config.num_heads - 1]
-    for head in heads:
+
+    def attended(row: int, head: int) -> Any:
+        index, last = int(np.searchsorted(starts, row, side="right")) - 1, int(host.batch.positions[row])
         if host.state is None:
-            keys, rest = (side[first : first + last + 1, head // group] for side in (k, v))
+            own = slice(int(starts[index]), int(starts[index]) + last + 1)
+            keys, rest = (side[own, head // group] for side in (k, v))
         else:
             j = torch.arange(last + 1, device=q.device)
             page = host.state.block_table[index][j // host.state.page_size].long()
@@ -235,10 +239,10 @@ def attention_slice(interpreter: Interpreter, region: Region, inputs: Sequence[T
                 side[page, j % host.state.page_size, head // group] for side in host.state.pages(region.layer)
             )
         place = torch.tensor([last], device=q.device)
-        expected.append(home(attend(points, values(q[row : row + 1, head]), values(keys), values(rest), place)[0]))
-    return Slice(
-        [row], {"attended": np.stack(expected, axis=1)}, lambda outputs: {"attended": home(outputs[0][[row]][:, heads])}
-    )
+        return home(attend(points, values(q[row : row + 1, head]), values(keys), values(rest), place)[0])[0]
+
+    expected = np.stack([np.stack([attended(row, head) for head in heads]) for row in rows])
+    return Slice(rows, {"attended": expected}, lambda outputs: {"attended": home(outputs[0][rows][:, heads])})
 
 
 def attention_backward_slice(

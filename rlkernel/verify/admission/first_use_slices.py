@@ -17,7 +17,7 @@ from rlkernel.kernels.cpu.panels import Panels, unpack_row
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.reference.arith import cast, div, mul, sub
-from rlkernel.reference.attention import attend, attend_backward
+from rlkernel.reference.attention import attend, attend_backward, query_gradients
 from rlkernel.reference.head import statistics
 from rlkernel.reference.lookup import primitive
 from rlkernel.reference.primitives import LOG2E
@@ -27,8 +27,10 @@ from rlkernel.verify.admission.bits import Results
 Array = NDArray[np.float32]
 Rows = NDArray[np.int64]
 FEATURES = 64  # output features of a projection that are executed again
+CORNER = 12  # rows and columns of a weight's gradient
 WINDOW = 48  # rows of a sequence whose attention gradients are executed again
-LONGEST = 1024  # keys of a row of attention, where the batch has a row with no more
+LONG = 1024  # keys from which fewer rows of a sequence's gradients are executed again
+FEW = 8  # then
 
 
 @dataclass(frozen=True)
@@ -86,37 +88,45 @@ def linear_backward_slice(
     split = contract.entries[("trainer_backward", region.kind)].split
     dx = _rounded(plain.chains(fused, unpack_row(panels, places), split.leaves, host.workers), host)
     expected: dict[str, Any] = {"gradient of the input": dx}
-    name = next(name for name in region.weights if name.endswith(".weight"))
     assert host.gradients is not None
-    buffer = host.gradients.buffer(name)
-    n, k = _some(buffer.shape[0], 8), _some(buffer.shape[1], 8)
-    dy, inputs = _matrix(grads[0])[:, n], _matrix(x)[:, k]
-    expected[f"gradient of {name}"] = plain.continued(
-        np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[np.ix_(n, k)], host.workers
-    )
+    gradients, parts = host.gradients, {}
+    for name, grad in zip([n for n in region.weights if n.endswith(".weight")], grads, strict=True):
+        buffer = gradients.buffer(name)
+        n, k = _some(buffer.shape[0], CORNER), _some(buffer.shape[1], CORNER)
+        parts[name] = np.ix_(n, k)
+        dy, inputs = _matrix(grad)[:, n], _matrix(x)[:, k]
+        expected[f"gradient of {name}"] = plain.continued(
+            np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[parts[name]], host.workers
+        )
+    biases = [name for name in region.weights if name.endswith(".bias")]
+    for name, grad in zip(biases, grads, strict=bool(biases)):
+        expected[f"gradient of {name}"] = _added(gradients.buffer(name), _matrix(grad))
 
     def found(result: Sequence[Any]) -> Results:
-        return {
-            "gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]),
-            f"gradient of {name}": np.ascontiguousarray(buffer[np.ix_(n, k)]),
+        own = {
+            f"gradient of {name}": np.ascontiguousarray(gradients.buffer(name)[part]) for name, part in parts.items()
         }
+        own |= {f"gradient of {name}": gradients.buffer(name).copy() for name in biases}
+        return {"gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]), **own}
 
     return Slices(rows.tolist(), expected, found)
 
 
+def _added(start: Array, rows: Array) -> Array:
+    """``start`` with every row added in order, a new array."""
+    total = start.copy()
+    for row in rows:
+        total = total + row
+    return total
+
+
 def embedding_backward_slice(region: Region, ids: NDArray[np.int64], grad: Array, host: Host) -> Slices:
-    """The gradient row of the batch's first id: its rows added in token order."""
+    """The gradient rows of the batch's first, last and largest id: an id's rows added in token order."""
     assert host.gradients is not None
     buffer = host.gradients.embedding(region.weights[0])
-    token = int(ids[0])
-    total = buffer[token].copy()
-    for row in grad[ids == token]:
-        total = total + row
-    return Slices(
-        [0],
-        {"gradient of the first id": total[None]},
-        lambda _: {"gradient of the first id": buffer[token][None].copy()},
-    )
+    tokens = np.unique(np.array([ids[0], ids[-1], ids.max()]))
+    expected = np.stack([_added(buffer[token], grad[ids == token]) for token in tokens])
+    return Slices([], {"gradient of ids": expected}, lambda _: {"gradient of ids": buffer[tokens].copy()})
 
 
 def _keys(
@@ -141,12 +151,12 @@ def _tensor(x: Array) -> torch.Tensor:
 def attention_slice(
     contract: Contract, region: Region, inputs: Sequence[Array], outputs: Sequence[Array], host: Host
 ) -> tuple[Rows, Results, Results]:
-    """The first head of the shortest row, the last of the longest that is not too long: (rows, expected, found)."""
+    """The first head of the row with the fewest keys, the last of the one with the most, the middle one of the last
+    row: (rows, expected, found).
+    """
     points = contract.entries[(host.case, "attention")]
-    positions = host.batch.positions
-    short = np.flatnonzero(positions < LONGEST)
-    longest = int(short[np.argmax(positions[short])]) if short.size else int(np.argmin(positions))
-    rows, heads = [int(np.argmin(positions)), longest], [0, host.config.num_heads - 1]
+    positions, last = host.batch.positions, host.config.num_heads - 1
+    rows, heads = [int(np.argmin(positions)), int(np.argmax(positions)), len(positions) - 1], [0, last, last // 2]
     group = host.config.num_heads // host.config.num_kv_heads
     expected = []
     for row, head in zip(rows, heads, strict=True):
@@ -162,44 +172,52 @@ def attention_slice(
 def attention_backward_slice(
     contract: Contract, inputs: Sequence[Array], out: Array, grad: Array, host: Host
 ) -> Slices:
-    """dq of a sequence's first rows, dk and dv of its last keys: what a window of the sequence determines."""
+    """Of the longest sequence: dq of its first rows (first KV head), dq of its last rows, dk and dv of its last keys
+    (last KV head).
+
+    That is what some rows determine: dk and dv of an earlier key take in every row behind it.
+    """
     points = contract.entries[("trainer_backward", "attention")]
     forward = contract.entries[("trainer_forward", "attention")]
     lengths = np.diff(host.batch.starts)
-    chosen = int(np.flatnonzero(lengths)[0])
-    if lengths[chosen] > LONGEST:
-        chosen = int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int32).max)))
+    chosen = int(np.argmax(lengths))
     first, length = int(host.batch.starts[chosen]), int(lengths[chosen])
-    group = host.config.num_heads // host.config.num_kv_heads
-    heads = slice(0, group)
-    width = min(length, WINDOW)
+    last_head, group = host.config.num_kv_heads - 1, host.config.num_heads // host.config.num_kv_heads
+    width = min(length, WINDOW if length <= LONG else FEW)
     q, k, v = inputs
-    sequence_k, sequence_v = _tensor(k[first : first + length, 0]), _tensor(v[first : first + length, 0])
 
-    def window(start: int) -> tuple[Any, Any, Any]:
-        rows = slice(first + start, first + start + width)
+    def window(start: int, kv_head: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+        """(dout, q, k, v, out, lse2) of ``width`` rows, and keys and values of the sequence up to the last of them."""
+        rows, heads = slice(first + start, first + start + width), slice(kv_head * group, (kv_head + 1) * group)
+        keys, values = (_tensor(x[first : rows.stop, kv_head]) for x in (k, v))
+        dout, queries, own = (_tensor(x[rows, heads]) for x in (grad, q, out))
         places = torch.arange(start, start + width)
-        lse2 = torch.stack(
-            [attend(forward, _tensor(q[rows, h]), sequence_k, sequence_v, places)[1] for h in range(group)], dim=1
-        )
-        dout, queries = _tensor(grad[rows, heads]), _tensor(q[rows, heads])
-        return attend_backward(
-            points, dout, queries, _tensor(k[rows, 0]), _tensor(v[rows, 0]), _tensor(out[rows, heads]), lse2
-        )  # fmt: skip
+        logs = [attend(forward, queries[:, h], keys, values, places)[1] for h in range(group)]
+        return (dout, queries, keys[start:], values[start:], own, torch.stack(logs, dim=1)), keys, values
 
-    dq = window(0)[0].numpy()
-    _, dk, dv = window(length - width)
+    dq = attend_backward(points, *window(0, 0)[0])[0]
+    given, keys, values = window(length - width, last_head)
+    _, dk, dv = attend_backward(points, *given)
+    dout, queries, _, _, own, lse2 = given
+    places = torch.arange(length - width, length)
+    last = [
+        query_gradients(points, dout[:, h], queries[:, h], keys, values, own[:, h], lse2[:, h], places)
+        for h in range(group)
+    ]
+    expected = {
+        "gradient of the first queries": dq.numpy(), "gradient of the last queries": torch.stack(last, dim=1).numpy(),
+        "gradient of the last keys": dk.numpy(), "gradient of the last values": dv.numpy(),
+    }  # fmt: skip
     begin, end = slice(first, first + width), slice(first + length - width, first + length)
 
     def found(result: Sequence[Any]) -> Results:
-        return {
-            "gradient of the queries": np.ascontiguousarray(result[0][begin, heads]),
-            "gradient of the keys": np.ascontiguousarray(result[1][end, 0]),
-            "gradient of the values": np.ascontiguousarray(result[2][end, 0]),
-        }
+        parts = (
+            result[0][begin, :group], result[0][end, last_head * group :], result[1][end, last_head],
+            result[2][end, last_head],
+        )  # fmt: skip
+        return {name: np.ascontiguousarray(part) for name, part in zip(expected, parts, strict=True)}
 
-    expected = {"gradient of the queries": dq, "gradient of the keys": dk.numpy(), "gradient of the values": dv.numpy()}
-    return Slices(list(range(first, first + width)), expected, found)
+    return Slices([], expected, found)
 
 
 def _logits(region: Region, x: Array, temperature: float, host: Host) -> torch.Tensor:
