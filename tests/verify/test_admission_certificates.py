@@ -28,7 +28,7 @@ from rlkernel.verify.admission.certificate import (
 )
 from rlkernel.verify.admission.classes import ALONE, required_classes
 from rlkernel.verify.admission.first_use import with_first_use_checks
-from rlkernel.verify.admission.generate import problems_of
+from rlkernel.verify.admission.generate_wide import admission_problems
 from rlkernel.verify.admission.sources import (
     cpu_toolchain,
     files_of_class,
@@ -37,7 +37,8 @@ from rlkernel.verify.admission.sources import (
     source_digest_of,
     specification_digest,
 )
-from rlkernel.verify.admission.step import STEP_REGIONS, step_problems
+from rlkernel.verify.admission.step import STEP_REGIONS
+from rlkernel.verify.admission.step_wide import admission_step_problems
 from rlkernel.verify.admission.store import (
     ensure_certificates,
     read_certificates,
@@ -267,7 +268,9 @@ REGIONS = sorted({*region_cases(CONTRACT), *STEP_REGIONS})
 @pytest.mark.parametrize("region", REGIONS)
 def test_shape_classes_that_count_are_those_that_are_compared(region):
     for case in cases_of(region, CONTRACT):
-        problems = step_problems(region, 0) if region in STEP_REGIONS else problems_of(CONTRACT, region, case)
+        problems = (
+            admission_step_problems(region, 0) if region in STEP_REGIONS else admission_problems(CONTRACT, region, case)
+        )
         classes = {p.shape_class for p in problems}
         if any(getattr(p, "alone", ()) for p in problems):
             classes.add(ALONE)

@@ -28,7 +28,7 @@ from rlkernel.ops.device.weights import DeviceWeights
 from rlkernel.ops.head import SamplingKeys
 from rlkernel.ops.host import TokenBatch
 from rlkernel.ops.runner import ModelRunner, Tape
-from rlkernel.verify.admission.first_use import Extents
+from rlkernel.verify.admission.first_use import Extents, extents_of, joined, larger
 from rlkernel.verify.evidence import Evidence
 
 
@@ -169,7 +169,7 @@ class DeviceRunner(ModelRunner):
 
     def _larger(self, what: str, batch: TokenBatch) -> bool:
         """Whether no pass of this size was compared."""
-        return Extents.of("attention", batch).beyond(self._compared.get(what, Extents(0)))
+        return larger(extents_of("attention", batch), self._compared.get(what))
 
     def _agreed(self, found: torch.Tensor, expected: torch.Tensor, what: str, batch: TokenBatch) -> torch.Tensor:
         """The fused kernels' result, if it has the bits of the regions'."""
@@ -179,13 +179,12 @@ class DeviceRunner(ModelRunner):
                 f"{what}: the fused kernels give hidden states {list(found.shape)} with digest {_hex(digests[0])}, the "
                 f"regions one after the other {_hex(digests[1])}"
             )
-        reached = Extents.of("attention", batch).joined(self._compared.get(what, Extents(0)))
-        self._compared[what] = reached
+        reached = self._compared[what] = joined(extents_of("attention", batch), self._compared.get(what))
         facts = self.evidence.facts.setdefault("fused_first_use", {})
         before = facts.get(what, {"calls": 0, "outputs": 0})
         facts[what] = {
             "calls": before["calls"] + 1, "outputs": before["outputs"] + found.numel(), "differing": 0,
-            "rows": reached.rows, "keys": reached.keys,
+            "rows": reached[0], "keys": reached[1],
         }  # fmt: skip
         return found
 

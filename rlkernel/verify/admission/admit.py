@@ -13,8 +13,8 @@ from rlkernel.contract.profiles import FMA
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.admission.budget import QUICK, Budget
 from rlkernel.verify.admission.certificate import BACKWARD, OPTIMIZER, Certificate, Link, entry_digests
+from rlkernel.verify.admission.classes import LINEAR
 from rlkernel.verify.admission.comparison import Comparison
-from rlkernel.verify.admission.generate import LINEAR
 from rlkernel.verify.admission.plain import PlainLinear
 from rlkernel.verify.admission.sources import identity_of
 from rlkernel.verify.admission.step import STEP_REGIONS

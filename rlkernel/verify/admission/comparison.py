@@ -18,12 +18,13 @@ from rlkernel.verify.admission.classes import ALONE, VIEWS, VIEWS_REFUSED
 from rlkernel.verify.admission.conduct import Misconduct, Untouched, called, inputs_by_name
 from rlkernel.verify.admission.execute import Executor, reference_operation
 from rlkernel.verify.admission.explain import Evidence, Explanation, explain
-from rlkernel.verify.admission.generate import problems_of
 from rlkernel.verify.admission.generate_linear import long_problem
+from rlkernel.verify.admission.generate_wide import admission_problems
 from rlkernel.verify.admission.influence import dependency_difference, nan_leak, right_on_exact_sums
 from rlkernel.verify.admission.plan import Plan
 from rlkernel.verify.admission.problem import Problem
-from rlkernel.verify.admission.step import STEP_REGIONS, ReferenceStep, StepProblem, step_problems
+from rlkernel.verify.admission.step import STEP_REGIONS, ReferenceStep, StepProblem
+from rlkernel.verify.admission.step_wide import admission_step_problems
 
 OTHERWISE = "the same inputs gave the contract's bits at the first call and others at a later one"
 _CALLS = 8  # how often a candidate that gave other bits is called again on the same input
@@ -42,8 +43,10 @@ class Comparison:
         say: Callable[[str], None],
     ) -> None:
         self._candidate, self._region, self._contract = candidate, region, contract
-        self._workers, self._budget, self._say = workers, budget, say
-        self._executor = Executor(contract, workers)
+        # a kernel can be wrong in the share of another thread alone, however many threads the caller has
+        self._workers = workers if workers.count > 1 else Workers(2)
+        self._budget, self._say = budget, say
+        self._executor = Executor(contract, self._workers)
         self._bf16 = contract.dtype == "bfloat16"
         self._seen: list[Evidence] = []
         self.outputs = 0
@@ -66,8 +69,8 @@ class Comparison:
 
     def _problems(self, case: str, seed: int) -> Sequence[Problem | StepProblem]:
         if self._region in STEP_REGIONS:
-            return step_problems(self._region, seed)
-        return problems_of(self._contract, self._region, case, seed)
+            return admission_step_problems(self._region, seed)
+        return admission_problems(self._contract, self._region, case, seed)
 
     def _run(self, operation: Any, problem: Any, case: str) -> Results:
         if isinstance(problem, StepProblem):

@@ -1,11 +1,11 @@
-"""The first-use check: calls of every (region, case) in a process are confirmed on live operands.
+"""The first-use check: the first call of every (region, case) of each size is confirmed on live operands.
 
 A few rows of the very operands that a run computes with are executed once more by the interpreter (its fp32 FMA chains
-by the plain kernel, which admission compared with it): of the first call, and of every later one with more rows, or
-with longer sequences, by a quarter than any that was confirmed. So what goes wrong only beyond the sizes that admission
-compared is found when a run reaches them. A bit that differs is a NumericsError with region, case, row and both
-patterns; so is an implementation that writes to what it is given. On by default; the number of confirmed calls grows
-with the logarithm of the sizes.
+by the plain kernel, which admission compared with it). A bit that differs is a NumericsError with region, case, row and
+both patterns; so is an implementation that writes to what it is given. It happens at the first call in a process, and
+again whenever an extent of a call (rows, keys, sequences, ids) is larger by a quarter than that of any confirmed call
+of the region and case: beyond the sizes that admission compares, the first use of a size is what is compared. So the
+number of confirmed calls grows with the logarithm of the sizes.
 """
 
 from __future__ import annotations
@@ -39,35 +39,22 @@ from rlkernel.verify.evidence import Evidence
 
 Array = NDArray[np.float32]
 LINEAR = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
-ROWS = 3
-"""Rows that are executed again."""
+Extents = tuple[int, ...]
+"""Sizes of a call, its rows first; what each of the others is depends on the region."""
+
+
 GROWTH = 1.25
-"""How many times as large as any confirmed call the next one is."""
+"""How many times as large as any confirmed call the next one is, in one of its extents."""
 
 
-@dataclass(frozen=True)
-class Extents:
-    """Sizes of a call: its rows, and the keys of its longest sequence where a region reads keys."""
+def larger(extents: Extents, confirmed: Extents | None) -> bool:
+    """Whether one of the extents is beyond GROWTH times the confirmed one, if any was."""
+    return confirmed is None or any(now > GROWTH * before for now, before in zip(extents, confirmed, strict=True))
 
-    rows: int
-    keys: int = 0
 
-    @classmethod
-    def of(cls, kind: str, batch: Any) -> Extents:
-        """Of a batch of tokens with their positions."""
-        rows = len(batch.tokens)
-        if kind != "attention" or not rows:
-            return cls(rows)
-        last = getattr(batch, "last_position", None)  # known on the host where positions lie on a device
-        return cls(rows, int(np.max(batch.positions) if last is None else last) + 1)
-
-    def beyond(self, other: Extents) -> bool:
-        """Whether one of them is larger by GROWTH than the other's."""
-        return self.rows > GROWTH * other.rows or self.keys > GROWTH * other.keys
-
-    def joined(self, other: Extents) -> Extents:
-        """The larger ones."""
-        return Extents(max(self.rows, other.rows), max(self.keys, other.keys))
+def joined(extents: Extents, confirmed: Extents | None) -> Extents:
+    """The larger of both in each place."""
+    return extents if confirmed is None else tuple(map(max, extents, confirmed))
 
 
 @dataclass
@@ -86,9 +73,35 @@ class LiveWeights:
         self.tensors = {name: torch.from_numpy(value) for name, value in vectors.items()}
 
 
-def sample_rows(count: int) -> NDArray[np.int64]:
-    """A few of ``count`` rows: first, middle, last."""
-    return np.unique(np.array([0, count // 2, count - 1], np.int64))[:ROWS] if count else np.zeros(0, np.int64)
+def extents_of(kind: str, batch: TokenBatch) -> Extents:
+    """Rows of a batch, and what else may matter: most keys, rows of a sequence and sequences, or the largest id."""
+    rows = len(batch.tokens)
+    if kind == "embedding":
+        return rows, int(batch.tokens.max(initial=-1)) + 1
+    if kind == "rope":
+        return rows, int(batch.positions.max(initial=-1)) + 1
+    if kind == "attention":
+        lengths = np.diff(batch.starts)
+        keys = int(batch.positions.max(initial=-1)) + 1
+        return rows, keys, int(lengths.max(initial=0)), int(np.count_nonzero(lengths))
+    return (rows,)
+
+
+def sample_rows(count: int, threads: int = 1, largest: NDArray[Any] | None = None) -> NDArray[np.int64]:
+    """A few of ``count`` rows, int64: at both ends (an even and an odd one), the middle, the first of the last thread's
+    share, and the one with the largest of ``largest`` (its position, its id).
+    """
+    if not count:
+        return np.zeros(0, np.int64)
+    chosen = [0, 1, count // 2, count * (threads - 1) // threads, count - 2, count - 1]
+    if largest is not None:
+        chosen.append(int(np.argmax(largest)))
+    return np.unique(np.clip(np.array(chosen, np.int64), 0, count - 1))
+
+
+def ends(count: int) -> NDArray[np.int64]:
+    """First and last of ``count`` rows, int64: of the head, where a row is a whole vocabulary."""
+    return np.unique(np.array([0, count - 1], np.int64))
 
 
 def _rows_host(host: Host, rows: NDArray[np.int64]) -> Host:
@@ -103,12 +116,12 @@ class FirstUse:
     def __init__(self, contract: Contract, evidence: Evidence) -> None:
         self.contract, self._evidence = contract, evidence
         self._reached: dict[tuple[str, str], Extents] = {}
-        self.checked: dict[str, dict[str, int]] = {}
+        self.checked: dict[str, dict[str, Any]] = {}
         evidence.facts["first_use"] = self.checked
 
     def due(self, region: str, case: str, extents: Extents) -> bool:
-        """Whether this is the first call with any rows, or the first of its size."""
-        return extents.rows > 0 and extents.beyond(self._reached.get((region, case), Extents(0)))
+        """Whether a call has rows, and is larger than what was confirmed."""
+        return extents[0] > 0 and larger(extents, self._reached.get((region, case)))
 
     def unchanged(self, region: Region, case: str, given: Untouched) -> None:
         """Raises NumericsError where an implementation wrote to its inputs, which other regions read too."""
@@ -120,20 +133,16 @@ class FirstUse:
             raise NumericsError(sentence) from error
 
     def confirm(
-        self, region: Region, case: str, rows: Sequence[int], expected: Results, found: Results, extents: Extents
+        self, region: Region, case: str, extents: Extents, rows: Sequence[int], expected: Results, found: Results
     ) -> None:
-        """Record a comparison. Raises NumericsError where a bit differs; ``rows`` are those of the first axis."""
+        """Record a comparison of a call. Raises NumericsError where a bit differs; ``rows``: of the first axis."""
         compared, difference = compare(expected, found)
-        key = (region.kind, case)
-        reached = self._reached[key] = extents.joined(self._reached.get(key, Extents(0)))
-        before = self.checked.get(f"{case}/{region.kind}", {"calls": 0, "outputs": 0, "differing": 0})
-        self.checked[f"{case}/{region.kind}"] = {
-            "calls": before["calls"] + 1,
-            "outputs": before["outputs"] + compared,
-            "differing": before["differing"] + (difference.differing if difference else 0),
-            "rows": reached.rows,
-            **({"keys": reached.keys} if reached.keys else {}),
-        }
+        reached = self._reached[region.kind, case] = joined(extents, self._reached.get((region.kind, case)))
+        told = self.checked.setdefault(f"{case}/{region.kind}", {"outputs": 0, "differing": 0, "calls": 0})
+        told["largest"] = list(reached)
+        told["outputs"] += compared
+        told["differing"] += difference.differing if difference else 0
+        told["calls"] += 1
         if difference is None:
             return
         index = list(difference.index)
@@ -141,14 +150,14 @@ class FirstUse:
         sentence = (
             f"{region.name} ({region.kind}, {case}): {row} of {difference.output} is {difference.found} where the "
             f"contract gives {difference.expected}; {difference.differing} of {difference.compared} outputs of the "
-            "first use differ on live operands"
+            f"first use of this size ({', '.join(str(n) for n in extents)}) differ on live operands"
         )
         self._evidence.refused.append(sentence)
         raise NumericsError(sentence)
 
 
 class CheckedOp:
-    """An implementation of a region of the body whose first call in each case is confirmed."""
+    """An implementation of a region of the body whose first call of each size in each case is confirmed."""
 
     def __init__(self, op: Any, kind: str, checks: FirstUse) -> None:
         self.implementation: str = op.implementation
@@ -157,7 +166,7 @@ class CheckedOp:
 
     def forward(self, region: Region, inputs: Sequence[Any], host: Host) -> tuple[tuple[Any, ...], Any]:
         """The implementation's forward; see :class:`rlkernel.ops.portable.RegionOp`."""
-        extents = Extents.of(region.kind, host.batch)
+        extents = extents_of(region.kind, host.batch)
         if self._checks.due(region.kind, host.case, extents):
             given = Untouched({f"its input {name}": x for name, x in zip(region.inputs, inputs, strict=False)})
             outputs, saved = self._op.forward(region, inputs, host)
@@ -173,7 +182,9 @@ class CheckedOp:
     def _check_forward(
         self, region: Region, inputs: Sequence[Any], outputs: Sequence[Any], host: Host, extents: Extents
     ) -> None:
-        rows = sample_rows(len(host.batch.tokens))
+        batch = host.batch
+        largest = batch.tokens if region.kind == "embedding" else batch.positions
+        rows = sample_rows(len(batch.tokens), host.workers.count, largest)
         names = [name.rpartition(".")[2] if name.count(".") > 1 else name for name in region.outputs]
         if region.kind == "attention":
             rows, expected, found = attention_slice(self._checks.contract, region, inputs, outputs, host)
@@ -187,19 +198,21 @@ class CheckedOp:
             again, _ = self._reference.forward(region, part, _rows_host(host, rows))
             expected = dict(zip(names, again, strict=True))
             found = {name: np.ascontiguousarray(x[rows]) for name, x in zip(names, outputs, strict=True)}
-        self._checks.confirm(region, host.case, rows.tolist(), expected, found, extents)
+        self._checks.confirm(region, host.case, extents, rows.tolist(), expected, found)
 
     def backward(self, region: Region, saved: Any, grads: Sequence[Any], host: Host) -> tuple[Any, ...]:
         """The implementation's backward."""
         kept: Kept = saved
-        due = kept.inputs and self._checks.due(region.kind, host.case, Extents.of(region.kind, host.batch))
-        if not due:
+        extents = extents_of(region.kind, host.batch)
+        if not kept.inputs or not self._checks.due(region.kind, host.case, extents):
             result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
             return result
-        return self._check_backward(region, kept, grads, host)
+        return self._check_backward(region, kept, grads, host, extents)
 
-    def _check_backward(self, region: Region, kept: Kept, grads: Sequence[Any], host: Host) -> tuple[Any, ...]:
-        contract, rows = self._checks.contract, sample_rows(len(host.batch.tokens))
+    def _check_backward(
+        self, region: Region, kept: Kept, grads: Sequence[Any], host: Host, extents: Extents
+    ) -> tuple[Any, ...]:
+        contract, rows = self._checks.contract, sample_rows(extents[0], host.workers.count, host.batch.positions)
         if region.kind in LINEAR:
             slices = linear_backward_slice(contract, region, kept.inputs[0], grads, rows, host)
         elif region.kind == "attention":
@@ -212,8 +225,7 @@ class CheckedOp:
         given = Untouched({**named, **{f"its input {n}": x for n, x in zip(region.inputs, kept.inputs, strict=False)}})
         result: tuple[Any, ...] = self._op.backward(region, kept.own, grads, host)
         self._checks.unchanged(region, host.case, given)
-        extents = Extents.of(region.kind, host.batch)
-        self._checks.confirm(region, host.case, slices.rows, slices.expected, slices.found(result), extents)
+        self._checks.confirm(region, host.case, extents, slices.rows, slices.expected, slices.found(result))
         return result
 
     def _row_slice(self, region: Region, kept: Kept, grads: Sequence[Any], rows: NDArray[np.int64], host: Host) -> Any:
@@ -256,7 +268,7 @@ class CheckedHead:
 
     def forward(self, region: Region, x: Array, targets: Any, temperature: float, host: Host) -> Any:
         """Statistics of rows."""
-        due = self._checks.due(region.kind, host.case, Extents(len(x)))
+        due = self._checks.due(region.kind, host.case, (len(x),))
         given = Untouched({"its rows": x, "its targets": targets} if due else {})
         found = self._head.forward(region, x, targets, temperature, host)
         self._checks.unchanged(region, host.case, given)
@@ -265,27 +277,27 @@ class CheckedHead:
 
     def sample(self, region: Region, x: Array, keys: Any, temperature: float, host: Host) -> tuple[Any, Any]:
         """Drawn tokens and their statistics."""
-        given = Untouched({"its rows": x} if self._checks.due(region.kind, host.case, Extents(len(x))) else {})
+        given = Untouched({"its rows": x} if self._checks.due(region.kind, host.case, (len(x),)) else {})
         drawn, found = self._head.sample(region, x, keys, temperature, host)
         self._checks.unchanged(region, host.case, given)
         self._check(region, x, drawn, temperature, host, found)
         return drawn, found
 
     def _check(self, region: Region, x: Array, targets: Any, temperature: float, host: Host, found: Any) -> None:
-        if not self._checks.due(region.kind, host.case, Extents(len(x))):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             return
-        rows = np.unique(sample_rows(len(x))[[0, -1]])
+        rows = ends(len(x))
         have = {item.name: np.ascontiguousarray(getattr(found, item.name)[rows]) for item in fields(found)}
         expected = head_slice(self._checks.contract, region, x[rows], targets[rows], temperature, host)
-        self._checks.confirm(region, host.case, rows.tolist(), expected, have, Extents(len(x)))
+        self._checks.confirm(region, host.case, (len(x),), rows.tolist(), expected, have)
 
     def backward(
         self, region: Region, x: Array, targets: Any, temperature: float, coefficient: Array, host: Host
     ) -> Any:
         """Gradient of the hidden rows; continues the head's weight gradient."""
-        if not self._checks.due(region.kind, host.case, Extents(len(x))):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             return self._head.backward(region, x, targets, temperature, coefficient, host)
-        rows = sample_rows(len(x))[-1:]
+        rows = ends(len(x))
         expected = head_backward_slice(
             self._checks.contract, region, x[rows], targets[rows], temperature, coefficient[rows], host
         )
@@ -294,12 +306,12 @@ class CheckedHead:
         self._checks.unchanged(region, host.case, given)
         columns = np.arange(expected["gradient of hidden"].shape[1])
         have = {"gradient of hidden": np.ascontiguousarray(found[rows][:, columns])}
-        self._checks.confirm(region, host.case, rows.tolist(), expected, have, Extents(len(x)))
+        self._checks.confirm(region, host.case, (len(x),), rows.tolist(), expected, have)
         return found
 
 
 def with_first_use_checks(composition: Composition, contract: Contract, evidence: Evidence) -> Composition:
-    """The composition with every implementation's first call in each case confirmed on live operands."""
+    """The composition with every implementation's first call of each size in each case confirmed on live operands."""
     checks = FirstUse(contract, evidence)
     ops: dict[str, Any] = {
         kind: CheckedOp(op, kind, checks) for kind, op in composition.ops.items() if _has(contract, kind)

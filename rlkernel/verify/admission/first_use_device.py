@@ -22,8 +22,20 @@ from rlkernel.verify.evidence import Evidence
 Tensor = torch.Tensor
 
 
+def extents_of(kind: str, batch: Any) -> Extents:
+    """Rows of a batch and what else the host knows of it: keys, and sequences of attention. Nothing is asked of the
+    device.
+    """
+    rows = len(batch.tokens)
+    if kind == "rope":
+        return rows, batch.last_position + 1
+    if kind == "attention":
+        return rows, batch.last_position + 1, max(batch.lengths, default=0), sum(n > 0 for n in batch.lengths)
+    return (rows,)
+
+
 class _Checks(FirstUse):
-    """None while a graph is captured: the operands are not there yet, and nothing may wait for the device."""
+    """Nothing is due while a graph is captured: the operands are not there yet, and nothing may wait for the device."""
 
     def due(self, region: str, case: str, extents: Extents) -> bool:
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -31,7 +43,7 @@ class _Checks(FirstUse):
 
 
 class DeviceCheckedOp:
-    """An implementation of a region of the body whose first call in each case is confirmed."""
+    """An implementation of a region of the body whose first call of each size in each case is confirmed."""
 
     def __init__(self, op: Any, checks: FirstUse, interpreter: slices.LiveInterpreter) -> None:
         self.implementation: str = op.implementation
@@ -40,7 +52,7 @@ class DeviceCheckedOp:
     def forward(self, region: Region, inputs: Sequence[Tensor], host: Any) -> tuple[tuple[Tensor, ...], Any]:
         """The implementation's forward."""
         outputs, saved = self._op.forward(region, inputs, host)
-        extents = Extents.of(region.kind, host.batch)
+        extents = extents_of(region.kind, host.batch)
         if self._checks.due(region.kind, host.case, extents):
             if region.kind == "attention":
                 part = slices.attention_slice(self._interpreter, region, inputs, host)
@@ -48,7 +60,7 @@ class DeviceCheckedOp:
                 part = slices.linear_slice(self._interpreter, region, inputs[0], host)
             else:
                 part = slices.row_slice(self._interpreter, region, inputs, host)
-            self._checks.confirm(region, host.case, part.rows, part.expected, part.found(outputs), extents)
+            self._checks.confirm(region, host.case, extents, part.rows, part.expected, part.found(outputs))
         keeps = host.case in ("trainer_forward", "trainer_recompute")
         if keeps and self._checks.due(region.kind, "trainer_backward", extents):
             return outputs, Kept(saved, tuple(inputs), tuple(outputs))
@@ -57,7 +69,8 @@ class DeviceCheckedOp:
     def backward(self, region: Region, saved: Any, grads: Sequence[Tensor], host: Any) -> tuple[Tensor, ...]:
         """The implementation's backward."""
         kept: Kept = saved
-        if not kept.inputs or not self._checks.due(region.kind, host.case, Extents.of(region.kind, host.batch)):
+        extents = extents_of(region.kind, host.batch)
+        if not kept.inputs or not self._checks.due(region.kind, host.case, extents):
             plain: tuple[Tensor, ...] = self._op.backward(region, kept.own, grads, host)
             return plain
         if region.kind in LINEAR:
@@ -69,9 +82,7 @@ class DeviceCheckedOp:
         else:
             part = slices.row_backward_slice(self._interpreter, region, kept.inputs, grads, host)
         result: tuple[Tensor, ...] = self._op.backward(region, kept.own, grads, host)
-        self._checks.confirm(
-            region, host.case, part.rows, part.expected, part.found(result), Extents.of(region.kind, host.batch)
-        )
+        self._checks.confirm(region, host.case, extents, part.rows, part.expected, part.found(result))
         return result
 
 
@@ -97,13 +108,13 @@ class DeviceCheckedHead:
         return drawn, found
 
     def _check(self, region: Region, x: Tensor, targets: Tensor, temperature: float, host: Any, found: Any) -> None:
-        if not self._checks.due(region.kind, host.case, Extents(len(x))):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             return
         rows = sorted({0, len(x) - 1})
         expected = slices.head_slice(self._interpreter, region, x[rows], targets[rows], temperature, host)
         have = {f.name: slices.home(getattr(found, f.name)[rows]) for f in fields(found)}
         have["digest"] = have["digest"].view("uint64")
-        self._checks.confirm(region, host.case, rows, expected, have, Extents(len(x)))
+        self._checks.confirm(region, host.case, (len(x),), rows, expected, have)
 
     def backward(
         self, region: Region, x: Tensor, targets: Tensor, temperature: float, coefficient: Tensor, host: Any,
@@ -111,13 +122,13 @@ class DeviceCheckedHead:
     ) -> Tensor:  # fmt: skip
         """Gradient of the hidden rows; continues the head's weight gradient."""
         given = (region, x, targets, temperature, coefficient, host)
-        if not self._checks.due(region.kind, host.case, Extents(len(x))):
+        if not self._checks.due(region.kind, host.case, (len(x),)):
             plain: Tensor = self._head.backward(*given, statistics)
             return plain
         expected = slices.head_backward_slice(self._interpreter, *given)
         found: Tensor = self._head.backward(*given, statistics)
         have = {"gradient of hidden": slices.home(found[-1:, : slices.CORNER])}
-        self._checks.confirm(region, host.case, [len(x) - 1], expected, have, Extents(len(x)))
+        self._checks.confirm(region, host.case, (len(x),), [len(x) - 1], expected, have)
         return found
 
 

@@ -28,7 +28,7 @@ from rlkernel.verify.admission.bits import Results
 from rlkernel.verify.admission.plain import side_by_side
 
 Tensor = torch.Tensor
-FEATURES, CORNER, WINDOW, ROWS = 64, 8, 48, 3
+FEATURES, CORNER, WINDOW = 64, 8, 48
 NORMS = ("rms_norm", "final_norm", "qk_norm")
 DeviceHost = Any  # of rlkernel.ops.device, which needs Triton
 
@@ -72,8 +72,8 @@ def some(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def rows_of(count: int) -> list[int]:
-    """First, middle and last row."""
-    return sorted({0, count // 2, count - 1})[:ROWS]
+    """Rows at both ends (an even and an odd one) and in the middle."""
+    return sorted({min(max(row, 0), count - 1) for row in (0, 1, count // 2, count - 2, count - 1)})
 
 
 def _plain_host(host: DeviceHost, rows: list[int], gradients: Any = None) -> Any:

@@ -27,10 +27,10 @@ from rlkernel.verify.admission.bits import Results
 Array = NDArray[np.float32]
 Rows = NDArray[np.int64]
 FEATURES = 64  # output features of a projection that are executed again
-WHOLE = 512  # longest sequence whose attention gradients are all executed again, for one head of keys
+CORNER = 12  # rows and columns of a weight's gradient
 WINDOW = 48  # rows at the beginning and end of a longer one
+WHOLE = 512  # longest sequence whose attention gradients are all executed again, for two heads of keys
 ATTENTION_GRADIENTS = ("gradient of the queries", "gradient of the keys", "gradient of the values")
-IDS = 8  # ids whose rows of the embedding's gradient are executed again
 
 
 @dataclass(frozen=True)
@@ -88,45 +88,48 @@ def linear_backward_slice(
     split = contract.entries[("trainer_backward", region.kind)].split
     dx = _rounded(plain.chains(fused, unpack_row(panels, places), split.leaves, host.workers), host)
     expected: dict[str, Any] = {"gradient of the input": dx}
-    name = next(name for name in region.weights if name.endswith(".weight"))
     assert host.gradients is not None
-    buffer = host.gradients.buffer(name)
-    n, k = _some(buffer.shape[0], 8), _some(buffer.shape[1], 8)
-    dy, inputs = _matrix(grads[0])[:, n], _matrix(x)[:, k]
-    expected[f"gradient of {name}"] = plain.continued(
-        np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[np.ix_(n, k)], host.workers
-    )
-    gradients, biases = host.gradients, [name for name in region.weights if name.endswith(".bias")]
-    for part, bias in zip(grads, biases, strict=False):
-        total = gradients.buffer(bias).copy()
-        for row in _matrix(part):
-            total = total + row
-        expected[f"gradient of {bias}"] = total
+    gradients, parts = host.gradients, {}
+    for name, grad in zip([n for n in region.weights if n.endswith(".weight")], grads, strict=True):
+        buffer = gradients.buffer(name)
+        n, k = _some(buffer.shape[0], CORNER), _some(buffer.shape[1], CORNER)
+        parts[name] = np.ix_(n, k)
+        dy, inputs = _matrix(grad)[:, n], _matrix(x)[:, k]
+        expected[f"gradient of {name}"] = plain.continued(
+            np.ascontiguousarray(dy), np.ascontiguousarray(inputs), buffer[parts[name]], host.workers
+        )
+    biases = [name for name in region.weights if name.endswith(".bias")]
+    for name, grad in zip(biases, grads, strict=bool(biases)):
+        expected[f"gradient of {name}"] = _added(gradients.buffer(name), _matrix(grad))
 
     def found(result: Sequence[Any]) -> Results:
-        return {
-            "gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]),
-            f"gradient of {name}": np.ascontiguousarray(buffer[np.ix_(n, k)]),
-            **{f"gradient of {bias}": gradients.buffer(bias).copy() for bias in biases},
+        own = {
+            f"gradient of {name}": np.ascontiguousarray(gradients.buffer(name)[part]) for name, part in parts.items()
         }
+        own |= {f"gradient of {name}": gradients.buffer(name).copy() for name in biases}
+        return {"gradient of the input": np.ascontiguousarray(_matrix(result[0][rows])[:, places]), **own}
 
     return Slices(rows.tolist(), expected, found)
 
 
+def _added(start: Array, rows: Array) -> Array:
+    """``start`` with every row added in order, a new array."""
+    total = start.copy()
+    for row in rows:
+        total = total + row
+    return total
+
+
 def embedding_backward_slice(region: Region, ids: NDArray[np.int64], grad: Array, host: Host) -> Slices:
-    """Gradient rows of some of the batch's ids, the least and the largest among them: rows added in token order."""
+    """The gradient rows of some of the batch's ids, the least, the largest, the first and the last among them: an id's
+    rows added in token order.
+    """
     assert host.gradients is not None
     buffer = host.gradients.embedding(region.weights[0])
     present = np.unique(ids)
-    chosen = np.unique(np.append(present[_some(len(present), IDS)], ids[0]))
-    expected = []
-    for token in chosen:
-        total = buffer[token].copy()
-        for row in grad[ids == token]:
-            total = total + row
-        expected.append(total)
-    firsts = [int(np.flatnonzero(ids == token)[0]) for token in chosen]
-    return Slices(firsts, {"gradient of ids": np.stack(expected)}, lambda _: {"gradient of ids": buffer[chosen].copy()})
+    tokens = np.unique(np.concatenate([present[_some(len(present), CORNER)], ids[[0, -1]]]))
+    expected = np.stack([_added(buffer[token], grad[ids == token]) for token in tokens])
+    return Slices([], {"gradient of ids": expected}, lambda _: {"gradient of ids": buffer[tokens].copy()})
 
 
 def _keys(
@@ -151,10 +154,12 @@ def _tensor(x: Array) -> torch.Tensor:
 def attention_slice(
     contract: Contract, region: Region, inputs: Sequence[Array], outputs: Sequence[Array], host: Host
 ) -> tuple[Rows, Results, Results]:
-    """The first head of the row with the fewest keys, the last of the one with the most: (rows, expected, found)."""
+    """The first head of the row with the fewest keys, the last of the one with the most, the middle one of the last
+    row: (rows, expected, found).
+    """
     points = contract.entries[(host.case, "attention")]
-    positions = host.batch.positions
-    rows, heads = [int(np.argmin(positions)), int(np.argmax(positions))], [0, host.config.num_heads - 1]
+    positions, last = host.batch.positions, host.config.num_heads - 1
+    rows, heads = [int(np.argmin(positions)), int(np.argmax(positions)), len(positions) - 1], [0, last, last // 2]
     group = host.config.num_heads // host.config.num_kv_heads
     expected = []
     for row, head in zip(rows, heads, strict=True):

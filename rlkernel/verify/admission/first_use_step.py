@@ -20,7 +20,7 @@ from rlkernel.reference import optimizer as reference
 from rlkernel.reference.loss import LossConstants, LossInputs
 from rlkernel.reference.loss import token_losses as reference_losses
 from rlkernel.verify.admission.bits import Results, compare
-from rlkernel.verify.admission.first_use import Extents
+from rlkernel.verify.admission.first_use import larger
 from rlkernel.verify.evidence import Evidence
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ class StepFirstUse:
 
     def __init__(self, contract: Contract, evidence: Evidence) -> None:
         self._entries, self._evidence = contract.entries, evidence
-        self._losses = Extents(0)
+        self._losses: tuple[int, ...] | None = None
         self.update_due = True
         """Whether no update of this process was confirmed."""
 
@@ -84,14 +84,14 @@ class StepFirstUse:
 
     def losses_due(self, tokens: int) -> bool:
         """Whether a call of so many tokens is the first, or the first of its size."""
-        return tokens > 0 and Extents(tokens).beyond(self._losses)
+        return tokens > 0 and larger((tokens,), self._losses)
 
     def losses(self, constants: LossConstants, inputs: LossInputs, loss: Any, coefficient: Any) -> None:
         """Confirm loss and coefficient, float32 [T], of every token of a call."""
         again = reference_losses(self._entries[(CASE, "loss")], constants, inputs)
         expected = {name: _array(again[name]) for name in ("loss", "coefficient")}
         self._confirm("loss", expected, {"loss": loss, "coefficient": coefficient}, {})
-        self._losses = Extents(len(loss))
+        self._losses = (len(loss),)
 
     def _confirm(self, region: str, expected: Results, found: Results, where: Mapping[str, Tensor]) -> None:
         compared, difference = compare(expected, found)

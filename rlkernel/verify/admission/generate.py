@@ -17,6 +17,7 @@ from rlkernel.contract.constants import LOG2E
 from rlkernel.reference.arith import add, div, mul
 from rlkernel.reference.lookup import primitive
 from rlkernel.verify.admission import double_rounding
+from rlkernel.verify.admission.classes import LINEAR
 from rlkernel.verify.admission.execute import tables
 from rlkernel.verify.admission.generate_attention import attention_problems
 from rlkernel.verify.admission.generate_linear import linear_problems
@@ -37,8 +38,6 @@ from rlkernel.verify.admission.values import (
     hazard_rows,
     make,
 )
-
-LINEAR = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
 
 
 def _norm(plan: Plan) -> list[Problem]:
@@ -239,7 +238,7 @@ def _embedding(plan: Plan) -> list[Problem]:
     return problems + edges(problems[0])
 
 
-def _head_problem(
+def head_problem(
     plan: Plan, shape_class: str, hidden: int, vocabulary: int, rows: int, hazards: tuple[str, ...] = ()
 ) -> Problem:
     """With hazards, row i selects column i of the head exactly: its logits are values of class i."""
@@ -279,18 +278,18 @@ def _head_problem(
 def _head(plan: Plan) -> list[Problem]:
     count = len(FINITE_HAZARDS)
     problems = [
-        _head_problem(plan, "few rows", count, 300, 0, FINITE_HAZARDS),
-        _head_problem(plan, "padding of the vocabulary", 9, 129, 5),
-        _head_problem(plan, "many rows", 12, 257, 601),
-        _head_problem(plan, "K not a multiple of the tile", 70, 66, 3),
-        _head_problem(plan, "one row", 16, 1000, 1),
-        _head_problem(plan, "one column", 4, 1, 2),
+        head_problem(plan, "few rows", count, 300, 0, FINITE_HAZARDS),
+        head_problem(plan, "padding of the vocabulary", 9, 129, 5),
+        head_problem(plan, "many rows", 12, 257, 601),
+        head_problem(plan, "K not a multiple of the tile", 70, 66, 3),
+        head_problem(plan, "one row", 16, 1000, 1),
+        head_problem(plan, "one column", 4, 1, 2),
     ]
     if not plan.bf16:
-        problems.append(_head_problem(plan, "few rows", 12, 140, 96, (double_rounding.HAZARD,)))
-    problems += [_head_problem(plan, "one row", 1, 300, 0, (hazard,)) for hazard in SPECIAL_HAZARDS]
+        problems.append(head_problem(plan, "few rows", 12, 140, 96, (double_rounding.HAZARD,)))
+    problems += [head_problem(plan, "one row", 1, 300, 0, (hazard,)) for hazard in SPECIAL_HAZARDS]
     if plan.backward and plan.bf16:
-        problems.append(replace(_head_problem(plan, "many rows", 8, 4000, 256), bulk=True))
+        problems.append(replace(head_problem(plan, "many rows", 8, 4000, 256), bulk=True))
     empty = problems[1].take([])
     return [*problems, replace(empty, shape_class="zero rows", name="0 rows", hazards=("normal",), views=False)]
 

@@ -29,7 +29,7 @@ def _heads(rng: Generator, rows: int, hazards: tuple[str, ...], each: int, depth
     return np.ascontiguousarray(np.stack(parts, axis=1))
 
 
-def _whole(
+def whole(
     contract: Contract, shape_class: str, lengths: list[int], hazards: tuple[str, ...], group: int, seed: int,
     backward: bool, alone: tuple[int, ...] = (),
 ) -> Problem:  # fmt: skip
@@ -82,7 +82,7 @@ def _double_rounding(problem: Problem, seed: int) -> Problem:
 
 def _split_borders(contract: Contract, split: int, seed: int) -> Problem:
     """One sequence with rows on both sides of a split's border; of a long one only rows about the border are read."""
-    problem = _whole(contract, "split borders", [split + 18], ("normal",), 1, seed, False)
+    problem = whole(contract, "split borders", [split + 18], ("normal",), 1, seed, False)
     if split <= _SPLIT_READ_WHOLE:
         return problem
     read = (0, split // 2, *range(split - 2, split + 18))
@@ -110,7 +110,7 @@ def _pages(
     return Pages(page, order, np.array(slots, np.int64), k_pages, v_pages)
 
 
-def _paged(
+def paged(
     contract: Contract, shape_class: str, first: list[int], lengths: list[int], page: int, group: int, seed: int,
     hazards: tuple[str, ...] = ("normal",), alone: tuple[int, ...] = (),
 ) -> Problem:  # fmt: skip
@@ -144,30 +144,30 @@ def attention_problems(contract: Contract, case: str, seed: int) -> list[Problem
 
     if case == "trainer_backward":
         return [
-            *ties(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, True)),
-            _whole(contract, "few rows", [5, 1, 2], FINITE_HAZARDS, 1, seed, True, alone=(0, 1)),
-            _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal",), 2, seed, True),
-            _cancelling(_whole(contract, "few rows", [24], ("normal",), 2, seed + 1, True)),
-            _whole(contract, "several blocks", [2 * block + 6], ("normal", "ties"), 2, seed, True),
-            _whole(contract, "few rows", [9], (*SPECIAL_HAZARDS, "normal"), 1, seed, True),
-            _whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, True),
+            *ties(whole(contract, "few rows", [20], ("normal",), 2, seed + 2, True)),
+            whole(contract, "few rows", [5, 1, 2], FINITE_HAZARDS, 1, seed, True, alone=(0, 1)),
+            whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal",), 2, seed, True),
+            _cancelling(whole(contract, "few rows", [24], ("normal",), 2, seed + 1, True)),
+            whole(contract, "several blocks", [2 * block + 6], ("normal", "ties"), 2, seed, True),
+            whole(contract, "few rows", [9], (*SPECIAL_HAZARDS, "normal"), 1, seed, True),
+            whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, True),
         ]
     if case.startswith("trainer"):
         return [
-            *ties(_whole(contract, "few rows", [20], ("normal",), 2, seed + 2, False)),
-            _whole(contract, "few rows", [7, 1, 2], FINITE_HAZARDS + SPECIAL_HAZARDS, 1, seed, False, alone=(0, 1)),
-            _whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
-            _cancelling(_whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
-            _whole(contract, "fully masked blocks", [3 * block + 2, 3], ("ties", "exponent spread"), 1, seed, False),
+            *ties(whole(contract, "few rows", [20], ("normal",), 2, seed + 2, False)),
+            whole(contract, "few rows", [7, 1, 2], FINITE_HAZARDS + SPECIAL_HAZARDS, 1, seed, False, alone=(0, 1)),
+            whole(contract, "block borders", [block - 1, 1, block, block + 1], ("normal", "large"), 3, seed, False),
+            _cancelling(whole(contract, "several blocks", [block + 12], ("normal",), 1, seed, False)),
+            whole(contract, "fully masked blocks", [3 * block + 2, 3], ("ties", "exponent spread"), 1, seed, False),
             _split_borders(contract, split, seed),
-            _whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, False),
+            whole(contract, "an empty sequence", [2, 0, 1, 0], ("normal",), 1, seed, False),
         ]
     decode = [0, 1, block - 1, block, 2 * block + 1, split - 1, split, split + block + 3]
     return [
-        *ties(_paged(contract, "few rows", [0], [20], 8, 2, seed + 2)),
-        _paged(contract, "stale NaN in unused pages", [0, 5, 9], [1, 1, 2], 8, 2, seed, FINITE_HAZARDS, alone=(0, 2)),
-        _paged(contract, "one row each", decode, [1] * len(decode), 16, 2, seed, alone=(3, 7)),
-        _paged(contract, "chunks", [0, block - 3, split - 5], [20, 10, 9], 2 * block, 1, seed),
-        _paged(contract, "pages of one block", [block, 2], [block + 1, 3], block, 3, seed, ("normal", "large")),
-        _paged(contract, "few rows", [3, 0], [2, 4], 8, 1, seed, SPECIAL_HAZARDS),
+        *ties(paged(contract, "few rows", [0], [20], 8, 2, seed + 2)),
+        paged(contract, "stale NaN in unused pages", [0, 5, 9], [1, 1, 2], 8, 2, seed, FINITE_HAZARDS, alone=(0, 2)),
+        paged(contract, "one row each", decode, [1] * len(decode), 16, 2, seed, alone=(3, 7)),
+        paged(contract, "chunks", [0, block - 3, split - 5], [20, 10, 9], 2 * block, 1, seed),
+        paged(contract, "pages of one block", [block, 2], [block + 1, 3], block, 3, seed, ("normal", "large")),
+        paged(contract, "few rows", [3, 0], [2, 4], 8, 1, seed, SPECIAL_HAZARDS),
     ]

@@ -35,7 +35,7 @@ def _linear_dimensions(plan: Plan, depth: int, outputs: int) -> dict[str, int]:
     return {"hidden_size": outputs, "intermediate_size": tp * max(1, depth // tp)}
 
 
-def _linear_problem(
+def linear_problem(
     plan: Plan, shape_class: str, rows: int, depth: int, outputs: int, hazards: tuple[str, ...] = (), each: int = 1
 ) -> Problem:
     config = probe_config(plan.contract, **_linear_dimensions(plan, depth, outputs))
@@ -77,7 +77,7 @@ def _cancelling(plan: Plan) -> Problem:
 
     Halves repeat in x and in the gradients and are negated in the weights; the second half of the tokens is negated.
     """
-    problem = _linear_problem(plan, "few rows", 8, 64, 64)
+    problem = linear_problem(plan, "few rows", 8, 64, 64)
     matrices = {name for name in problem.region.weights if name.endswith(".weight")}
     given = {}
     for name in problem.region.weights:
@@ -112,7 +112,7 @@ def _double_rounding(plan: Plan) -> Problem:
     starts from a tail and adds a tie.
     """
     tp = plan.contract.topology.tp
-    problem = _linear_problem(plan, "few rows", 24, 8 * tp, 16 * tp)
+    problem = linear_problem(plan, "few rows", 24, 8 * tp, 16 * tp)
     names = [name for name in problem.region.weights if name.endswith(".weight")]
     sizes = problem.config.weight_shapes()
     rng = plan.rng("double rounding")
@@ -158,7 +158,7 @@ def long_problem(plan: Plan, number: int) -> Problem:
     again = replace(plan, seed=plan.seed + number)
     hazards = (*FINITE_HAZARDS, "normal") if number // len(_LONG) % 2 else ()
     each = -(-rows // len(hazards)) if hazards else 1
-    problem = _linear_problem(again, "many tiles", rows, depth, outputs, hazards, each)
+    problem = linear_problem(again, "many tiles", rows, depth, outputs, hazards, each)
     return replace(problem, alone=(), views=False)
 
 
@@ -168,19 +168,19 @@ def linear_problems(plan: Plan) -> list[Problem]:
     leaf = tp * (head_dim if plan.kind == "o_proj" else 16)
     hazards = FINITE_HAZARDS if plan.backward else HAZARDS
     problems = [
-        _linear_problem(plan, "few rows", 0, 53, 70, hazards, 3),
-        _linear_problem(plan, "a leaf of one tile", 7, leaf, 64),
+        linear_problem(plan, "few rows", 0, 53, 70, hazards, 3),
+        linear_problem(plan, "a leaf of one tile", 7, leaf, 64),
         _cancelling(plan),
-        _linear_problem(plan, "a leaf of one element", 2, tp, 300),
-        _linear_problem(plan, "one row", 1, 70, 300),
+        linear_problem(plan, "a leaf of one element", 2, tp, 300),
+        linear_problem(plan, "one row", 1, 70, 300),
     ]
     if not plan.bf16:
         problems.append(_double_rounding(plan))
     if plan.backward:
-        problems.append(_linear_problem(plan, "many rows", 530, 20, 24))
-        problems.append(_linear_problem(plan, "few rows", 0, 20, 24, SPECIAL_HAZARDS, 2))
-        problems.append(_linear_problem(plan, "K not a multiple of the tile", 4, 24, 1030))
+        problems.append(linear_problem(plan, "many rows", 530, 20, 24))
+        problems.append(linear_problem(plan, "few rows", 0, 20, 24, SPECIAL_HAZARDS, 2))
+        problems.append(linear_problem(plan, "K not a multiple of the tile", 4, 24, 1030))
     else:
-        problems.append(_linear_problem(plan, "many rows", 603, 12, 70))
-        problems.append(_linear_problem(plan, "K not a multiple of the tile", 5, 1030, 66))
+        problems.append(linear_problem(plan, "many rows", 603, 12, 70))
+        problems.append(linear_problem(plan, "K not a multiple of the tile", 5, 1030, 66))
     return [*problems, edges(problems[1])[1]]

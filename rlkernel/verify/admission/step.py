@@ -128,7 +128,8 @@ def _norm_problems(seed: int) -> list[StepProblem]:
     return problems
 
 
-def _scalars(rng: np.random.Generator, step: int, clip: float) -> AdamWScalars:
+def scalars(rng: np.random.Generator, step: int, clip: float) -> AdamWScalars:
+    """Scalars of an update, its learning rate drawn."""
     beta1, beta2 = 0.9, 0.95
     values = {
         "lr": 10.0 ** -rng.integers(2, 5), "beta1": beta1, "beta2": beta2,
@@ -139,9 +140,9 @@ def _scalars(rng: np.random.Generator, step: int, clip: float) -> AdamWScalars:
     return AdamWScalars(**{name: np.float32(value) for name, value in values.items()})
 
 
-def _adamw_ties(rng: np.random.Generator, scalars: AdamWScalars) -> StepProblem:
+def _adamw_ties(rng: np.random.Generator, given: AdamWScalars) -> StepProblem:
     """Row 0: new m beside ties; row 1: new v; row 2: normal."""
-    scalars, count, width = replace(scalars, clip=np.float32(1.0)), 256, 48
+    scalars, count, width = replace(given, clip=np.float32(1.0)), 256, 48
     master, m, v, gradient = (make("normal", rng, (3, width), False) for _ in range(4))
     v = np.abs(v)
     for row, (beta, rest, old) in enumerate(
@@ -170,7 +171,7 @@ def _adamw_problems(seed: int) -> list[StepProblem]:
         m[:4], v[:4] = 0.0, 0.0
         arguments = {
             "master": master, "m": m, "v": v, "gradient": np.ascontiguousarray(np.roll(gradient, 1, 0)),
-            "scalars": _scalars(rng, step, clip),
+            "scalars": scalars(rng, step, clip),
         }  # fmt: skip
         problems.append(StepProblem("many rows", f"{master.shape[0]} x {width}, update {step}", labels, arguments))
     problems.append(_adamw_ties(generator(seed, "adamw", "ties"), problems[0].arguments["scalars"]))
