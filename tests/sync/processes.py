@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import struct
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -69,6 +70,23 @@ class PlannedEngine(HeldEngine):
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def half_answering_engine(specification: Mapping[str, Any]) -> PlannedEngine:
+    """An engine whose process stops in the middle of its first answer in a sync."""
+    import vime.runtime.process as serving
+
+    whole = serving.send
+
+    def half(connection: Connection, header: Mapping[str, Any], arrays: Any = None) -> None:
+        if not header.get("sync"):
+            whole(connection, header, arrays)
+            return
+        os.write(connection.fileno(), struct.pack("!i", 5000) + b'{"sync": true, ')
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    serving.send = half
+    return planned_engine(specification)
 
 
 def planned_engine(specification: Mapping[str, Any]) -> PlannedEngine:

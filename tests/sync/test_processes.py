@@ -20,7 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.sync.processes import COMMIT_FAULTS, STAGE_FAULTS, LossyChannel, planned_engine, write_plan
+from tests.sync.processes import (
+    COMMIT_FAULTS,
+    STAGE_FAULTS,
+    LossyChannel,
+    half_answering_engine,
+    planned_engine,
+    write_plan,
+)
 from tests.sync.virtual import Journal, digest_of, entries_of, weights_of
 from vime.errors import Interrupted
 from vime.runtime.process import ProcessEngine
@@ -211,6 +218,33 @@ def test_an_engine_that_does_not_read_can_be_closed(cluster: Cluster) -> None:
     started = time.monotonic()
     engine.close()
     assert time.monotonic() - started < SLACK_S and not runs(engine)
+
+
+def test_an_engine_that_stops_in_the_middle_of_an_answer_is_ended_by_the_deadline(cluster: Cluster) -> None:
+    cluster.catch_up([], random.Random(0))
+    before = cluster.journal.last
+    specification = {"engine_id": "e4", "transport": "shm", "transport_folder": str(cluster.folder)}
+    engine = ProcessEngine(half_answering_engine, specification, deadline_s=1.0, start_method="forkserver")
+    version = cluster.journal.last[0] + 1 if cluster.journal.last is not None else 0
+    publication = cluster.publication(version)
+    engines = {**cluster.engines, "e4": engine}
+    cluster.attempts += 1000
+    coordinator = Coordinator(
+        list(engines), cluster.journal, DEADLINES, first_attempt=cluster.attempts, committed=before
+    )
+    started = time.monotonic()
+    coordinator.publish(started, publication)
+    outcome = drive(coordinator, {name: each.channel() for name, each in engines.items()})
+    assert time.monotonic() - started < DEADLINES.stage + DEADLINES.end + SLACK_S
+    cluster.transport.release(publication.handle)  # type: ignore[arg-type]
+    assert outcome.rolled_back and outcome.lost == ("e4",) and cluster.journal.last == before
+    with pytest.raises(Interrupted, match="engine e4 has not answered for 1 s"):
+        engine.committed()
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < SLACK_S and not runs(engine)
+    cluster.catch_up([], random.Random(2))
+    assert {cluster.served(name) for name in NAMES} == {before}
 
 
 def test_every_kind_of_fault_and_of_end_was_met(cluster: Cluster) -> None:

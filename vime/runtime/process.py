@@ -29,6 +29,7 @@ from vime.runtime.messages import (
     train_sample_from_json,
     train_sample_to_json,
 )
+from vime.runtime.reader import Reader
 from vime.sync.drive import Channel, ChannelClosed
 from vime.sync.messages import FrameError, decode, encode
 from vime.sync.participant import Participant
@@ -137,6 +138,7 @@ class ProcessEngine:
         self._process = context.Process(target=_serve, args=(child, factory, dict(specification)), daemon=True)
         self._process.start()
         child.close()
+        self._reader = Reader(self._connection)
         self._gone = False
         self._busy = False
         """An answer is due. It stays due when an exception (a signal, say) leaves a call half way."""
@@ -157,13 +159,14 @@ class ProcessEngine:
 
     def _receive(self) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            if not self._connection.poll(self._deadline):
-                raise Interrupted(f"engine {self._id} has not answered for {self._deadline:.0f} s; resume the run")
-            header, arrays = receive(self._connection)
+            found = self._reader.take(self._deadline)
         except (EOFError, ConnectionError) as error:
             raise Interrupted(
                 f"engine {self._id} (process {self.pid}) ended with exit code {self._end()}; resume the run"
             ) from error
+        if found is None:
+            raise Interrupted(f"engine {self._id} has not answered for {self._deadline:.0f} s; resume the run")
+        header, arrays = found
         if "sync" in header:  # the last word of a sync that was ended by its deadline
             self._frames.popleft()
             return self._receive()
@@ -238,7 +241,7 @@ class ProcessEngine:
     def close(self) -> None:
         if self._process.is_alive():
             try:
-                if self._does_not_read:
+                if self._does_not_read or self._frames:
                     self._process.kill()  # it may be stopped, and would not end of itself
                 elif self._busy:
                     self._process.terminate()
@@ -247,6 +250,10 @@ class ProcessEngine:
             except ConnectionError:
                 self._process.terminate()
             self._process.join(timeout=10)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(timeout=10)
+        self._reader.close(timeout=10)
         self._connection.close()
 
 
@@ -255,6 +262,7 @@ class _SyncChannel:
 
     The pipe loses nothing: a frame that is not answered yet is not sent again, so that an engine that takes long is not
     asked many times. One that does not read fills the pipe; then nothing more is sent, and its deadline ends the sync.
+    So it does where an engine stops in the middle of an answer: what has come of it is with the reader's thread.
     """
 
     def __init__(self, engine: ProcessEngine) -> None:
@@ -262,7 +270,7 @@ class _SyncChannel:
 
     @property
     def connection(self) -> Connection:
-        return self._engine._connection
+        return self._engine._reader.ready
 
     def send(self, frame: bytes) -> None:
         engine = self._engine
@@ -285,8 +293,8 @@ class _SyncChannel:
     def receive(self) -> bytes | None:
         engine = self._engine
         try:
-            while engine._connection.poll():
-                header, arrays = receive(engine._connection)
+            while (found := engine._reader.take()) is not None:
+                header, arrays = found
                 if "sync" not in header or not engine._frames:
                     said = f"{header['error']}: {header['message']}" if "error" in header else "what nobody asked for"
                     raise ChannelClosed(f"it answered {said}")

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from tests.runtime.crash.scene import (
 )
 from vime.errors import Interrupted
 from vime.runtime.process import ProcessEngine, _answer
+from vime.runtime.reader import Reader
 from vime.store.run_directory import RunDirectory, RunView
 from vime.sync.participant import Participant
 from vime.sync.transports import make_transport
@@ -138,6 +140,7 @@ def threaded() -> Iterator[tuple[ProcessEngine, Endless]]:
     """What starting an engine process sets up, with a thread in the process's place; and the engine that it serves."""
     engine, native = object.__new__(ProcessEngine), Endless()
     engine._connection, served = multiprocessing.Pipe()
+    engine._reader = Reader(engine._connection)
     engine._process = SimpleNamespace(join=lambda timeout: None, pid=7, exitcode=-9)  # type: ignore[assignment]
     engine._id, engine._deadline, engine._busy, engine._gone = "endless", 5.0, False, False
     engine._frames, engine._sending = deque(), None
@@ -152,6 +155,9 @@ def threaded() -> Iterator[tuple[ProcessEngine, Endless]]:
     thread = threading.Thread(target=serve)
     thread.start()
     yield engine, native
+    with socket.socket(fileno=os.dup(engine._connection.fileno())) as ends:
+        ends.shutdown(socket.SHUT_RDWR)  # both sides read the end of it
+    engine._reader.close(timeout=10)
     engine._connection.close()
     thread.join()
 
