@@ -97,7 +97,10 @@ def choose(cases: Sequence[Evidence], most: int = 4, elements: int = 64) -> list
     telling = sorted(failing, key=lambda c: (c.cost > _SMALL, -c.differing if c.cost <= _SMALL else c.cost))
     while most < len(telling) and sum(c.size for c in telling[:most]) < elements:
         most += 1
-    passing = sorted((c for c in cases if not c.differing and c.size >= 100), key=lambda c: c.cost)
+    passing = [c for c in cases if not c.differing and c.size >= 100]
+    passing.sort(
+        key=lambda c: (set(c.problem.hazards) != {"normal"}, c.cost)
+    )  # of plain values: nearly all variations show
     return telling[:most] + passing[:1]
 
 
