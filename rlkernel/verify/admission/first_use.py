@@ -23,10 +23,13 @@ from rlkernel.errors import NumericsError
 from rlkernel.models.definition import Region
 from rlkernel.ops.composition import Composition
 from rlkernel.ops.host import Host, TokenBatch
+from rlkernel.reference.regions import Interpreter
 from rlkernel.verify.admission.bits import Results, compare
 from rlkernel.verify.admission.conduct import Misconduct, Untouched
 from rlkernel.verify.admission.execute import reference_operation
 from rlkernel.verify.admission.first_use_slices import (
+    NORMS,
+    PlainNorm,
     attention_backward_slice,
     attention_slice,
     embedding_backward_slice,
@@ -243,8 +246,9 @@ class CheckedOp:
                 gradients.buffer(name)[:] = host.gradients.buffer(name)
         part.gradients = gradients
         forward = replace(part, case="trainer_forward")
-        _, saved = self._reference.forward(region, [np.ascontiguousarray(x[chosen]) for x in kept.inputs], forward)
-        again = self._reference.backward(region, saved, [np.ascontiguousarray(g[chosen]) for g in grads], part)
+        reference = PlainNorm(Interpreter(self._checks.contract)) if region.kind in NORMS else self._reference
+        _, saved = reference.forward(region, [np.ascontiguousarray(x[chosen]) for x in kept.inputs], forward)
+        again = reference.backward(region, saved, [np.ascontiguousarray(g[chosen]) for g in grads], part)
         expected = {f"gradient {i}": np.ascontiguousarray(x) for i, x in enumerate(again)}
         if gradients is not None:
             expected.update({f"gradient of {name}": gradients.buffer(name).copy() for name in region.weights})

@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkernel.contract.points import SixPoints
-from rlkernel.contract.profiles import FMA
 from rlkernel.kernels.cpu.convert import as_float32
-from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import RopeTables, TokenBatch
 from rlkernel.reference.arith import div, mul, sub
@@ -23,13 +20,12 @@ from rlkernel.reference.head import ReferenceLinearLogprob, scalar, shard_border
 from rlkernel.reference.lookup import primitive
 from rlkernel.reference.primitives import LOG2E
 from rlkernel.reference.reductions import matmul
-from rlkernel.reference.regions import Interpreter, ReferenceNorm, continued, output, reference_ops, whole_steps
+from rlkernel.reference.regions import Interpreter, continued, output, reference_ops, whole_steps
 from rlkernel.verify.admission.bits import Results
-from rlkernel.verify.admission.plain import side_by_side
+from rlkernel.verify.admission.first_use_slices import NORMS, PlainNorm
 
 Tensor = torch.Tensor
 FEATURES, CORNER, WINDOW = 64, 8, 48
-NORMS = ("rms_norm", "final_norm", "qk_norm")
 DeviceHost = Any  # of rlkernel.ops.device, which needs Triton
 
 
@@ -114,17 +110,6 @@ class _Buffers:
         return self.own[name]
 
 
-class _Norm(ReferenceNorm):
-    """The interpreter's norm, whose chain over all rows of a batch is the plain kernel's: one call for each row is not
-    feasible over a hundred thousand rows (heads are rows too)."""
-
-    def _continued(self, wgrad: SixPoints, dy: Tensor, xh: Tensor, running: Tensor) -> Tensor:
-        if wgrad.primitive("mac") != FMA:
-            return super()._continued(wgrad, dy, xh, running)
-        found = side_by_side(home(dy), home(xh), home(running), Workers(1))
-        return torch.from_numpy(found).to(running.device)
-
-
 def row_backward_slice(
     interpreter: Interpreter, region: Region, inputs: Sequence[Tensor], grads: Sequence[Tensor], host: DeviceHost
 ) -> Slice:
@@ -133,7 +118,7 @@ def row_backward_slice(
     rows = list(range(count)) if region.weights else rows_of(count)
     buffers = _Buffers(host.gradients, region.weights)
     part = _plain_host(host, rows, buffers)
-    reference: Any = _Norm(interpreter) if region.kind in NORMS else reference_ops(interpreter)[region.kind]
+    reference: Any = PlainNorm(interpreter) if region.kind in NORMS else reference_ops(interpreter)[region.kind]
     before = SimpleNamespace(**{**vars(part), "case": "trainer_forward"})
     _, saved = reference.forward(region, [home(x[rows]) for x in inputs], before)
     again = reference.backward(region, saved, [home(g[rows]) for g in grads], part)

@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 
 from rlkernel.contract.build import Contract
 from rlkernel.contract.entries import VOCABULARY_LEAF
-from rlkernel.kernels.cpu.convert import narrow, widen
+from rlkernel.contract.points import SixPoints
+from rlkernel.contract.profiles import FMA
+from rlkernel.kernels.cpu.convert import as_float32, narrow, widen
 from rlkernel.kernels.cpu.panels import Panels, unpack_row
+from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.models.definition import Region
 from rlkernel.ops.host import Host
 from rlkernel.reference.arith import cast, div, mul, sub
@@ -21,11 +24,13 @@ from rlkernel.reference.attention import attend, attend_backward
 from rlkernel.reference.head import statistics
 from rlkernel.reference.lookup import primitive
 from rlkernel.reference.primitives import LOG2E
+from rlkernel.reference.regions import ReferenceNorm
 from rlkernel.verify.admission import plain
 from rlkernel.verify.admission.bits import Results
 
 Array = NDArray[np.float32]
 Rows = NDArray[np.int64]
+NORMS = ("rms_norm", "final_norm", "qk_norm")
 FEATURES = 64  # output features of a projection that are executed again
 CORNER = 12  # rows and columns of a weight's gradient
 WINDOW = 48  # rows at the beginning and end of a longer one
@@ -40,6 +45,18 @@ class Slices:
     rows: list[int]
     expected: Results
     found: Callable[[Sequence[Any]], Results]
+
+
+class PlainNorm(ReferenceNorm):
+    """The interpreter's norm, whose chain over all rows of a batch is the plain kernel's: one call for each row is not
+    feasible over a hundred thousand rows (heads are rows too)."""
+
+    def _continued(self, wgrad: SixPoints, dy: torch.Tensor, xh: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+        if wgrad.primitive("mac") != FMA:
+            return super()._continued(wgrad, dy, xh, running)
+        a, b, start = (as_float32(x.detach().cpu().contiguous()) for x in (dy, xh, running))
+        found = plain.side_by_side(a, b, start, Workers(1))
+        return torch.from_numpy(found).to(running.device)
 
 
 def _some(count: int, most: int) -> Rows:
