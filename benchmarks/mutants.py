@@ -22,6 +22,7 @@ import rlkernel.kernels.cpu as cpu
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.admission.sources import cpu_toolchain, digest_of_files, specification_digest
 from tests.verify.mutants import MUTANTS, Mutant, refuse
+from tests.verify.mutants_wide import WIDE
 
 
 def judge(mutant: Mutant, folder: Path, number: int) -> dict[str, Any]:
@@ -63,12 +64,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants in whose name this expression is found")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of mutants that are not run now")
+    parser.add_argument("--wide", action="store_true", help="those that are wrong only from some size or value on")
     options = parser.parse_args()
+    mutants = WIDE if options.wide else MUTANTS
     kept = json.loads(options.out.read_text())["mutants"] if options.keep else []
     rows = {row["mutant"]: row for row in kept if not re.search(options.only, row["mutant"])}
     specification_digest()  # of the sources that are loaded now, for all rows of this run
     with tempfile.TemporaryDirectory() as folder:
-        for number, mutant in enumerate(MUTANTS):
+        for number, mutant in enumerate(mutants):
             if not re.search(options.only, mutant.name):
                 continue
             row = rows[mutant.name] = judge(mutant, Path(folder), number)
@@ -82,7 +85,7 @@ def main() -> int:
 
 def write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     """All rows in the mutants' order, below their summary."""
-    ordered = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
+    ordered = [rows[mutant.name] for mutant in (*MUTANTS, *WIDE) if mutant.name in rows]
     data = {"summary": summarise(ordered), "toolchain": dict(cpu_toolchain()), "mutants": ordered}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")

@@ -32,7 +32,6 @@ from tests.verify.mutant import (
     Mutant,
     made,
 )
-from tests.verify.mutants_wide import WIDE
 
 _IMPORT_GEMM = "from rlkernel.kernels.cpu.primitives import round_bf16"
 _FMA_LANES = "lanes[j] = fma(a_part[j], b_part[j], lanes[j])"
@@ -288,7 +287,7 @@ OPTIMIZER = (
     made("adamw: not clipped", DEPENDENCY, "adamw", STEP, "optimizer.py", "g = grad_part[j] * clip", "g = grad_part[j]"),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = GEMM + NORM + ELEMENTWISE + HEAD + ATTENTION + OPTIMIZER + WIDE
+MUTANTS: tuple[Mutant, ...] = GEMM + NORM + ELEMENTWISE + HEAD + ATTENTION + OPTIMIZER
 
 
 def contract_of(mutant: Mutant) -> Contract:

@@ -1,4 +1,5 @@
 """Mutants that are wrong only from some size, head, share or value on: what problems of everyday size do not show."""
+# ruff: noqa: E501 (lines of sources as they are)
 
 from __future__ import annotations
 

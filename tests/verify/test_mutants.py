@@ -16,6 +16,7 @@ import rlkernel.ops as ops
 from rlkernel.kernels.cpu.threads import Workers
 from rlkernel.verify.admission.variants import POINTS
 from tests.verify.mutants import MUTANTS, refuse
+from tests.verify.mutants_wide import WIDE
 
 HERE = (
     "norm: tree pairs halves",
@@ -29,6 +30,7 @@ HERE = (
     "adamw: not clipped",
 )
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.json"
+WIDE_RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants_wide.json"
 
 
 def test_there_are_mutants_of_every_point_and_kernel_and_their_edits_fit_the_sources():
@@ -43,7 +45,7 @@ def test_there_are_mutants_of_every_point_and_kernel_and_their_edits_fit_the_sou
     }  # fmt: skip
     sources = {path.name: path.read_text() for path in Path(cpu.__file__).parent.glob("*.py")}
     sources |= {name: (Path(ops.__file__).parent / name).read_text() for name in ("portable.py", "head.py")}
-    for mutant in MUTANTS:
+    for mutant in (*MUTANTS, *WIDE):
         texts = dict(sources)
         for file, old, new in mutant.edits:
             assert texts[file].count(old) == 1, (mutant.name, file, old)
@@ -63,6 +65,14 @@ def test_a_mutant_is_killed_and_its_point_named(name, tmp_path):
 
 def test_the_sample_has_a_mutant_of_every_point():
     assert {m.point for m in MUTANTS if m.name in HERE} == set(POINTS)
+
+
+def test_the_recorded_run_of_mutants_of_size_killed_every_one():
+    """Those that are wrong only from some size, head, share or value on; not for all of them is the point named."""
+    rows = {row["mutant"]: row for row in json.loads(WIDE_RESULT.read_text())["mutants"]}
+    assert set(rows) == {m.name for m in WIDE}
+    assert all(row["killed"] and row["first_difference"] for row in rows.values())
+    assert all(rows[m.name]["point"] == m.point for m in WIDE)
 
 
 def test_the_recorded_run_of_all_mutants_names_every_point():
