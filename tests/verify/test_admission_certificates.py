@@ -316,8 +316,10 @@ def test_a_damaged_file_counts_as_absent_and_is_named(tmp_path):
     said: list[str] = []
     write_certificates(certificates()[:2], tmp_path)
     (tmp_path / "broken.json").write_text('{"schema": 1')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     assert len(read_certificates(tmp_path, said.append)) == 2
     assert "broken.json does not count" in said[0]
+    assert "deep.json does not count: it is nested too deeply" in said[1]
 
 
 def test_a_kernel_that_deviates_gets_no_certificate_at_first_use(tmp_path):

@@ -131,6 +131,10 @@ def late_clobber(stream, branch):
 BUFFERS = {}
 
 
+def embed_view(table, ids):
+    return table[ids[0] : ids[0] + 1] if len(ids) == 1 else table[ids]
+
+
 def static(stream, branch):
     out = BUFFERS.setdefault(tuple(stream.shape), torch.empty_like(stream).contiguous())
     return torch.add(stream, branch, out=out)
@@ -280,6 +284,12 @@ def test_a_kernel_that_harms_its_caller_is_refused_though_its_bits_are_right(
     assert call(f"{own}:{name}", "--region", "residual_add", *options) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"refused: user.own_kernels.py:{name} is not residual_add") and words in out
+
+
+def test_a_result_that_is_a_view_of_an_input_is_refused(own: str, capsys: Capture) -> None:
+    assert call(f"{own}:embed_view", "--region", "embedding") == 1
+    out = capsys.readouterr().out
+    assert "it returns memory of its argument 1: whoever changes one of them alters the other" in out
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,15 @@ class Held:
     def __init__(self) -> None:
         self._calls: deque[tuple[list[Any], int]] = deque()
 
-    def take(self, result: Any) -> None:
-        """Keep a call's result. Raises Misconduct where it lies in the memory of an earlier one."""
+    def take(self, result: Any, inputs: Mapping[str, Any] | None = None) -> None:
+        """Keep a call's result. Raises Misconduct where it lies in the memory of an earlier one, or of an input."""
         parts = result if isinstance(result, (tuple, list)) else [result]
         arrays = [part for part in parts if isinstance(part, (np.ndarray, torch.Tensor))]
+        given = [(name, region) for name, value in (inputs or {}).items() for region in _regions([value])]
+        for place, start, end in _regions(arrays):
+            for name, (other, first, last) in given:
+                if place == other and start < last and first < end:
+                    raise Misconduct(f"it returns memory of {name}: whoever changes one of them alters the other")
         earlier = [region for kept, _ in self._calls for region in _regions(kept)]
         for place, start, end in _regions(arrays):
             if any(place == other and start < last and first < end for other, first, last in earlier):
@@ -91,6 +96,8 @@ def _content(value: Any) -> bytes:
 def _regions(arrays: list[Any]) -> Iterator[tuple[str, int, int]]:
     """Device and addresses of the elements of every array that has some."""
     for array in arrays:
+        if not isinstance(array, (np.ndarray, torch.Tensor)):
+            continue
         if isinstance(array, np.ndarray):
             if array.size:
                 yield ("cpu", *byte_bounds(array))

@@ -54,6 +54,8 @@ def read_certificates(folder: Path, say: Callable[[str], None] = lambda _: None)
             found.append(_whole(json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, ContractError) as error:
             say(f"the certificate {path} does not count: {error}")
+        except RecursionError:
+            say(f"the certificate {path} does not count: it is nested too deeply to be one")
     return found
 
 

@@ -195,13 +195,14 @@ class UserOp:
     def _call(self, *arguments: Any, continues: bool = False) -> Any:
         """Call the function; ``continues``: its last argument is a gradient that it may continue in place.
 
-        Raises Misconduct where it ends the process, writes to an input, or returns the memory of an earlier result.
+        Raises Misconduct where it ends the process, writes to an input, or returns memory of that or an earlier result.
         """
         inputs = arguments[:-1] if continues else arguments
-        untouched = Untouched({f"its argument {i + 1}": value for i, value in enumerate(inputs)})
+        named = {f"its argument {i + 1}": value for i, value in enumerate(inputs)}
+        untouched = Untouched(named)
         result = self._called(arguments)
         untouched.confirm()
-        self._held.take(result)
+        self._held.take(result, named)
         return result
 
     def _called(self, arguments: tuple[Any, ...]) -> Any:
